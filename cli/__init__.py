@@ -1,0 +1,1 @@
+"""The `gated-qwen` command: one file per verb."""

@@ -1,0 +1,1 @@
+"""Config class, presets of the paper's shapes, parameter and cost accounting."""
