@@ -1,1 +1,50 @@
-"""The `gated-qwen` command: one file per verb."""
+"""The `gated-qwen` command: one file per verb, and nothing heavy before a verb runs."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from gated_qwen.cli import console
+from gated_qwen.cli.convert import convert
+from gated_qwen.cli.demo import demo
+from gated_qwen.cli.inspect import inspect
+from gated_qwen.cli.new import new
+
+app = typer.Typer(
+    help="Build, convert and inspect Qwen-style decoders with gated attention.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for verb in (new, inspect, convert, demo):
+    app.command()(verb)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        import gated_qwen
+
+        print(gated_qwen.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks and the libraries' own messages.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it and exit.")
+    ] = False,
+) -> None:
+    console.debug = debug
+
+
+def main() -> None:
+    """Runs the command. Exit 0: done; 1: refused or failed, with one line on stderr; 2: wrong usage."""
+    try:
+        app()
+    except Exception as error:
+        if console.debug:
+            raise
+        console.fail(error)
+        sys.exit(1)

@@ -1,0 +1,3 @@
+from gated_qwen.cli import main
+
+main()

@@ -1,0 +1,100 @@
+"""What every verb shares: quiet libraries, one-line errors, progress bars, JSON or a table."""
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+debug = False
+
+
+def fail(error: Exception) -> None:
+    """Prints an exception as one line on stderr."""
+    text = " ".join(str(error).split())
+    if not isinstance(error, (ValueError, OSError, RuntimeError)) or not text:
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        text = f"{error.filename}: {error.strerror}"
+    print(f"gated-qwen: {text}", file=sys.stderr)
+
+
+def quiet_libraries() -> None:
+    """Turns off the libraries' warnings and bars before they are imported, unless --debug asks for them."""
+    if debug:
+        return
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    warnings.filterwarnings("ignore")
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+def note(message: str) -> None:
+    """Prints a line for the person on stderr, so that stdout stays what a machine may read."""
+    print(message, file=sys.stderr)
+
+
+def print_json(content: dict[str, Any]) -> None:
+    print(json.dumps(content, indent=2, default=str))
+
+
+def print_table(title: str, rows: list[tuple[str, str]]) -> None:
+    """Prints two columns, names and values."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, show_header=False, title_justify="left")
+    for name, value in rows:
+        table.add_row(name, value)
+    Console().print(table)
+
+
+@contextmanager
+def bytes_bar(description: str) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
+    """A progress bar on stderr that counts bytes, with speed and time left.
+
+    Yields two functions: the first shows the bar and sets the total, the second advances it. A refusal before the
+    first call shows no bar.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn(description), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    progress = Progress(*columns, console=Console(stderr=True))
+    task = progress.add_task("", total=None)
+
+    def start(total: int) -> None:
+        progress.update(task, total=total)
+        progress.start()
+
+    try:
+        yield start, lambda done: progress.advance(task, done)
+    finally:
+        if progress.live.is_started:
+            progress.stop()
+
+
+@contextmanager
+def steps() -> Iterator[Callable[[str], None]]:
+    """A spinner on stderr with the step at hand and its time; each finished step stays as a line."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(finished_text="✓"), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+
+        def step(description: str) -> None:
+            finish()
+            progress.add_task(description, total=1)
+
+        def finish() -> None:
+            for task in progress.tasks:
+                progress.update(task.id, completed=1)
+
+        yield step
+        finish()

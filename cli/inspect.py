@@ -1,0 +1,66 @@
+"""`gated-qwen inspect`: what a model folder holds."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gated_qwen.cli import console
+
+
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A model folder.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+) -> None:
+    """Print family, layout, gate, RoPE, parameters and dtype of a model folder; no weights are loaded."""
+    from gated_qwen.conversion.inspection import inspect_checkpoint
+
+    summary = inspect_checkpoint(path)
+    if as_json:
+        console.print_json({"path": str(path), **summary.to_dict()})
+        return
+    shape = summary.shape
+    share = summary.gate_parameters / summary.parameters if summary.parameters else 0.0
+    rows = [
+        ("family", summary.model_type),
+        ("gate", _gate(summary.gate)),
+        ("layout", summary.layout or "no gate"),
+        ("RoPE", _rope(summary.rope)),
+        (
+            "layers x width, FFN",
+            f"{shape['num_hidden_layers']} x {shape['hidden_size']}, {shape['intermediate_size']}",
+        ),
+        (
+            "heads",
+            f"{shape['num_attention_heads']} query, {shape['num_key_value_heads']} key/value, of {shape['head_dim']}",
+        ),
+        ("vocabulary", f"{shape['vocab_size']:,}, {'tied' if shape['tie_word_embeddings'] else 'untied'} head"),
+        ("parameters", f"{summary.parameters:,}"),
+        ("of them in gates", f"{summary.gate_parameters:,} ({share:.2%})"),
+        ("dtype", ", ".join(f"{dtype} {count:,}" for dtype, count in summary.dtypes.items())),
+        ("weight files", f"{summary.files}, {summary.bytes:,} bytes"),
+    ]
+    console.print_table(str(path), rows)
+
+
+def _gate(gate: dict[str, Any] | None) -> str:
+    if gate is None:
+        return "none"
+    words = [gate["granularity"], "on", ", ".join(gate["positions"])]
+    defaults = {
+        "head_shared": False,
+        "activation": "sigmoid",
+        "operation": "multiply",
+        "input": "hidden_states",
+        "input_channels": None,
+        "bias": False,
+    }
+    words += [f"{name}={gate[name]}" for name, default in defaults.items() if gate.get(name, default) != default]
+    return " ".join(words)
+
+
+def _rope(rope: dict[str, Any]) -> str:
+    text = f"{rope['rope_type']}, base {rope['rope_theta']}, {rope['max_position_embeddings']} positions"
+    if rope["factor"] is not None:
+        text += f", factor {rope['factor']} over {rope['original_max_position_embeddings']}"
+    return text

@@ -1,0 +1,80 @@
+"""Writing a model folder once and whole: built beside its place, synced to disk, then renamed."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def atomic_folder(target: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[Path]:
+    """Yields a temporary folder beside `target` that becomes `target` when the block ends without an exception.
+
+    An exception, or a kill, leaves `target` as it was. With `overwrite` the old folder is replaced as a whole, so
+    nothing stale stays in it.
+
+    Args:
+        target: where the folder shall lie; its parent is created when missing.
+        overwrite: allow a `target` that exists and is not empty.
+
+    Raises:
+        FileExistsError: `target` is a file, or a non-empty folder without `overwrite`.
+
+    Example:
+        >>> with atomic_folder(tmp / "model") as folder:
+        ...     _ = (folder / "config.json").write_text("{}")
+        >>> sorted(p.name for p in (tmp / "model").iterdir())
+        ['config.json']
+    """
+    target = Path(target).absolute()
+    check_target(target, overwrite=overwrite)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
+    try:
+        yield temporary
+        umask = _umask()
+        temporary.chmod(0o777 & ~umask)  # mkdtemp makes the folder private, and safetensors its files
+        for path in temporary.rglob("*"):
+            path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
+            _sync(path)
+        _sync(temporary)
+        check_target(target, overwrite=overwrite)
+        if target.exists():
+            old = temporary.with_name(f"{temporary.name}.old")
+            target.rename(old)
+            temporary.rename(target)
+            shutil.rmtree(old)
+        else:
+            temporary.rename(target)
+        _sync(target.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def check_target(target: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    """Refuses a target that must not be written, before any work is done.
+
+    Raises:
+        FileExistsError: `target` is a file, or a non-empty folder without `overwrite`.
+    """
+    target = Path(target)
+    if target.is_file():
+        raise FileExistsError(f"{target} is a file; name a folder to write to")
+    if target.is_dir() and any(target.iterdir()) and not overwrite:
+        raise FileExistsError(f"{target} is not empty; name another folder, or pass --overwrite to replace it")
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,123 @@
+"""What a model folder holds: family, gate and its layout, RoPE, parameters, dtypes; from config and headers alone."""
+
+import os
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gated_qwen.conversion.checkpoint import Checkpoint, CheckpointError, TensorInfo, open_checkpoint
+from gated_qwen.conversion.families import FAMILIES, official_gate_flags
+
+OURS = "gated_qwen: self_attn.g_proj, rows by head"
+OFFICIAL = "official release: inside q_proj, for each KV head its query rows, then its gate rows"
+NATIVE = "Qwen3-Next / Qwen3.5: inside q_proj, for each query head its query rows, then its gate rows"
+
+# Native families whose full-attention layers carry an elementwise gate.
+NATIVE_GATED = ("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe")
+
+
+@dataclass(frozen=True)
+class CheckpointSummary:
+    """A model folder in numbers; `gate` is None for an ungated model, `rope` is read from either schema."""
+
+    model_type: str
+    gate: dict[str, Any] | None
+    layout: str | None
+    rope: dict[str, Any]
+    shape: dict[str, Any]
+    parameters: int
+    gate_parameters: int
+    dtypes: dict[str, int]
+    files: int
+    bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def inspect_checkpoint(folder: str | os.PathLike[str]) -> CheckpointSummary:
+    """Summarises a model folder without loading weights.
+
+    Args:
+        folder: a folder with config.json and safetensors weights.
+
+    Raises:
+        CheckpointError: the folder is missing, broken, or of a family that is not understood.
+
+    Example:
+        >>> summary = inspect_checkpoint(llama_folder)
+        >>> summary.model_type, summary.gate, summary.dtypes
+        ('llama', None, {'F32': 24128})
+    """
+    checkpoint = open_checkpoint(folder)
+    text_config = checkpoint.config.get("text_config") or checkpoint.config
+    gate, layout = _gate(checkpoint.config, text_config)
+    dtypes: Counter[str] = Counter()
+    for info in checkpoint.tensors.values():
+        dtypes[info.dtype] += info.elements
+    files = {info.file for info in checkpoint.tensors.values()}
+    return CheckpointSummary(
+        model_type=checkpoint.config["model_type"],
+        gate=gate,
+        layout=layout,
+        rope=_rope(text_config),
+        shape=_shape(text_config),
+        parameters=sum(dtypes.values()),
+        gate_parameters=_gate_parameters(checkpoint, text_config, layout),
+        dtypes=dict(dtypes),
+        files=len(files),
+        bytes=sum(file.stat().st_size for file in files),
+    )
+
+
+def _gate(config: dict[str, Any], text_config: dict[str, Any]) -> tuple[dict[str, Any] | None, str | None]:
+    model_type = config.get("model_type")
+    if model_type in ("gated_qwen", "gated_qwen_moe"):
+        gate = {name.removeprefix("gate_"): value for name, value in config.items() if name.startswith("gate_")}
+        return (gate, OURS) if config.get("gate_positions", ["attn_output"]) else (None, None)
+    if flags := official_gate_flags(config):
+        if len(flags) > 1:
+            raise CheckpointError(f"config.json: both {' and '.join(flags)} are true; a gate has one granularity")
+        return {"positions": ["attn_output"], "granularity": flags[0].split("_")[0]}, OFFICIAL
+    if model_type in NATIVE_GATED:
+        if not text_config.get("attn_output_gate", True):
+            return None, None
+        return {"positions": ["attn_output"], "granularity": "elementwise"}, NATIVE
+    if model_type in FAMILIES:
+        return None, None
+    known = ", ".join(["gated_qwen", *FAMILIES, *NATIVE_GATED])
+    raise CheckpointError(f"config.json: model_type {model_type!r} is not understood; known: {known}")
+
+
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return {
+        "rope_type": parameters.get("rope_type", parameters.get("type", "default")),
+        "rope_theta": parameters.get("rope_theta", config.get("rope_theta")),
+        "factor": parameters.get("factor"),
+        "original_max_position_embeddings": parameters.get("original_max_position_embeddings"),
+        "max_position_embeddings": config.get("max_position_embeddings"),
+    }
+
+
+def _shape(config: dict[str, Any]) -> dict[str, Any]:
+    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    shape = {name: config.get(name) for name in (*names, "head_dim", "vocab_size", "tie_word_embeddings")}
+    if shape["head_dim"] is None and shape["hidden_size"] and shape["num_attention_heads"]:
+        shape["head_dim"] = shape["hidden_size"] // shape["num_attention_heads"]
+    return shape
+
+
+def _gate_parameters(checkpoint: Checkpoint, config: dict[str, Any], layout: str | None) -> int:
+    if layout == OURS:
+        return sum(info.elements for name, info in checkpoint.tensors.items() if ".self_attn.g_proj" in name)
+    if layout in (OFFICIAL, NATIVE):
+        heads, head_dim = config["num_attention_heads"], _shape(config)["head_dim"]
+        fused = [info for name, info in checkpoint.tensors.items() if ".self_attn.q_proj." in name]
+        return sum(_rows_beyond(info, heads * head_dim) for info in fused)
+    return 0
+
+
+def _rows_beyond(info: TensorInfo, query_rows: int) -> int:
+    """Elements of a fused projection that are not query rows."""
+    return (info.shape[0] - query_rows) * (info.elements // info.shape[0])
