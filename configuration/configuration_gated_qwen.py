@@ -349,7 +349,15 @@ class GatedQwenConfig(Qwen3Config):
                 _refuse("gate_bias", True, "a constant gate is its own bias: False")
 
     def _validate_shapes(self):
-        for name in ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+        ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 _refuse(name, value, "expected a positive whole number")

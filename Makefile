@@ -1,0 +1,31 @@
+# Everything here sets up its own environment in .venv; a machine needs Python 3.10 or later with pip and venv.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+INSTALLED = $(VENV)/.installed
+
+.PHONY: demo test lint types bench clean
+
+demo: $(INSTALLED)  ## give the real SmolLM2-135M a gate and check every claim about it
+	$(BIN)/gated-qwen demo --overwrite
+
+test: $(INSTALLED)  ## the whole suite
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+bench: $(INSTALLED)  ## overhead against transformers' Qwen3; results go to benchmarks/results
+	$(BIN)/python benchmarks/overhead.py
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
