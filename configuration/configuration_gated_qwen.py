@@ -191,6 +191,30 @@ def normalize_rope_parameters(
     return parameters
 
 
+class TensorParallelPlan:
+    """`base_model_tp_plan`: Qwen3's plan, with the modules that a config really has; on the class, the default's.
+
+    A gate's rows belong to the heads of the projection that it gates, so they are split with it. Two gates are
+    computed whole on every rank: that on the dense output, which acts on the reduced output, and a head-shared one,
+    whose average runs over all heads.
+    """
+
+    def __get__(self, config, owner):
+        plan = dict(Qwen3Config.base_model_tp_plan)
+        prefix = "layers.*.self_attn"
+        norm_style = plan.get(f"{prefix}.q_norm")  # in the plan from transformers 5 on
+        if config is None:
+            return {**plan, f"{prefix}.g_proj": "colwise"}
+        if not config.gate_head_shared:
+            positions = [position for position in config.gate_positions if position != "dense_output"]
+            plan |= {f"{prefix}.{GATE_MODULES[position]}": "colwise" for position in positions}
+        if config.attn_output_norm and norm_style is not None:
+            plan[f"{prefix}.attn_output_norm"] = norm_style
+        if not config.use_qk_norm:
+            plan = {name: style for name, style in plan.items() if not name.endswith(("q_norm", "k_norm"))}
+        return plan
+
+
 class GatedQwenConfig(Qwen3Config):
     """Configuration of a gated Qwen3-style decoder: Qwen3's fields and those of the gate.
 
@@ -228,17 +252,7 @@ class GatedQwenConfig(Qwen3Config):
 
     model_type = "gated_qwen"
 
-    # A gate's rows belong to the heads of the projection that it gates, so they are split with it. The gate on the
-    # dense output acts on the reduced, replicated output and is replicated too.
-    base_model_tp_plan = {
-        **Qwen3Config.base_model_tp_plan,
-        "layers.*.self_attn.g_proj": "colwise",
-        "layers.*.self_attn.g_proj_query": "colwise",
-        "layers.*.self_attn.g_proj_key": "colwise",
-        "layers.*.self_attn.g_proj_value": "colwise",
-    }
-    if "layers.*.self_attn.q_norm" in base_model_tp_plan:  # in the plan from transformers 5 on
-        base_model_tp_plan["layers.*.self_attn.attn_output_norm"] = base_model_tp_plan["layers.*.self_attn.q_norm"]
+    base_model_tp_plan = TensorParallelPlan()
 
     def __init__(
         self,
@@ -287,10 +301,6 @@ class GatedQwenConfig(Qwen3Config):
         else:
             super().__init__(rope_theta=rope["rope_theta"], rope_scaling=_scaling_view(rope), **kwargs)
         self.validate_architecture_fields()
-        if self.gate_head_shared:
-            # The average runs over all heads, so every rank needs all scores: these gates are replicated.
-            gates = {f"layers.*.self_attn.{module}" for module in GATE_MODULES.values()}
-            self.base_model_tp_plan = {k: v for k, v in self.base_model_tp_plan.items() if k not in gates}
 
     def validate_architecture_fields(self):
         """Checks the gate's fields and the shapes; the model calls it too, since attributes can be set later.

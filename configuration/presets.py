@@ -23,10 +23,10 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from .accounting import count_parameters
+from gated_qwen.configuration.accounting import count_parameters
 
 if TYPE_CHECKING:
-    from .configuration_gated_qwen import GatedQwenConfig
+    from gated_qwen.configuration.configuration_gated_qwen import GatedQwenConfig
 
 _COMMON: dict[str, Any] = {
     "hidden_act": "silu",
@@ -145,7 +145,7 @@ def preset(name: str, *, match_parameters: bool = False, **overrides: Any) -> Ga
         >>> preset("dense-28l-elementwise", match_parameters=True).intermediate_size
         5456
     """
-    from .configuration_gated_qwen import GatedQwenConfig
+    from gated_qwen.configuration.configuration_gated_qwen import GatedQwenConfig
 
     fields = preset_fields(name)
     _check_overrides(overrides)
@@ -189,7 +189,7 @@ def _matching_width(name: str, widest: GatedQwenConfig, baseline: GatedQwenConfi
 
 
 def _check_overrides(overrides: dict[str, Any]) -> None:
-    from .configuration_gated_qwen import GatedQwenConfig
+    from gated_qwen.configuration.configuration_gated_qwen import GatedQwenConfig
 
     known = set(GatedQwenConfig().to_dict()) - {"model_type", "transformers_version"}
     for field in overrides:
@@ -202,7 +202,7 @@ def _check_overrides(overrides: dict[str, Any]) -> None:
 
 def _laid_over(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     """Overrides laid over a preset's fields; RoPE settings in either schema keep the preset's base and length."""
-    from .configuration_gated_qwen import normalize_rope_parameters
+    from gated_qwen.configuration.configuration_gated_qwen import normalize_rope_parameters
 
     plain = {field: value for field, value in overrides.items() if field not in _ROPE_FIELDS}
     rope = {field: value for field, value in overrides.items() if field in _ROPE_FIELDS}

@@ -47,7 +47,7 @@ def inspect_checkpoint(folder: str | os.PathLike[str]) -> CheckpointSummary:
     Example:
         >>> summary = inspect_checkpoint(llama_folder)
         >>> summary.model_type, summary.gate, summary.dtypes
-        ('llama', None, {'F32': 24128})
+        ('llama', None, {'F32': 19616})
     """
     checkpoint = open_checkpoint(folder)
     text_config = checkpoint.config.get("text_config") or checkpoint.config

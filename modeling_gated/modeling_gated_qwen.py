@@ -57,22 +57,19 @@ GATE_FUNCTIONS = {
 }
 
 
-def apply_gate(states, scores, activation="sigmoid", operation="multiply", head_shared=False):
-    """Gates the states of every head: Y' = Y * act(scores), or Y + act(scores) (paper, equations 5 to 8).
+def apply_gate(states, scores, activation="sigmoid", operation="multiply"):
+    """Gates states: Y' = Y * act(scores), or Y + act(scores) (paper, equations 5 to 8).
 
     Args:
         states (`torch.Tensor`): (..., H, D), what is gated.
-        scores (`torch.Tensor`): (..., H * D) for an elementwise gate or (..., H) for a headwise one, by head.
+        scores (`torch.Tensor`): raw scores that broadcast to it: (..., H, D) elementwise, (..., H, 1) headwise,
+            (..., 1, D) or (..., 1, 1) when the heads share them.
         activation (`str`): a key of `GATE_FUNCTIONS`.
         operation (`str`): `"multiply"` or `"add"`.
-        head_shared (`bool`): average the raw scores over heads first, so that all heads share one gate.
 
     Returns:
         `torch.Tensor`: (..., H, D), in the dtype of `states` and `scores`.
     """
-    scores = scores.view(*states.shape[:-1], -1)  # (..., H, D) or (..., H, 1)
-    if head_shared:
-        scores = scores.mean(dim=-2, keepdim=True)
     gate = GATE_FUNCTIONS[activation](scores)
     return states * gate if operation == "multiply" else states + gate
 
@@ -86,6 +83,7 @@ class GatedQwenConstantGate(nn.Module):
 
     def __init__(self, rows):
         super().__init__()
+        self.out_features = rows  # read by tensor parallelism
         self.bias = nn.Parameter(torch.zeros(rows))
 
     def forward(self, hidden_states):
@@ -145,8 +143,14 @@ class GatedQwenAttention(Qwen3Attention):
     def _gate(self, states, scores):
         """Gates states (B, T, heads * D) or (B, T, heads, D) and returns them as (B, T, heads, D)."""
         config = self.config
-        states = states.view(*scores.shape[:-1], -1, self.head_dim)
-        return apply_gate(states, scores, config.gate_activation, config.gate_operation, config.gate_head_shared)
+        shape = scores.shape[:-1]
+        states = states.view(*shape, -1, self.head_dim)
+        scores = scores.view(*shape, -1, self.head_dim if config.gate_granularity == "elementwise" else 1)
+        if config.gate_head_shared:
+            if scores.shape[-2] != states.shape[-2] and torch.is_grad_enabled():
+                raise NotImplementedError("training a head-shared gate under tensor parallelism would lose gradients")
+            scores = scores.mean(dim=-2, keepdim=True)
+        return apply_gate(states, scores, config.gate_activation, config.gate_operation)
 
     def forward(self, hidden_states, position_embeddings, attention_mask=None, **kwargs):
         """Attends and gates.

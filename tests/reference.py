@@ -120,7 +120,9 @@ def attention(x, weights, prefix, config):
 def feed_forward(x, weights, prefix):
     """SwiGLU (arXiv 2002.05202): W_down (silu(W_gate x) * W_up x)."""
     gate = linear(x, weights, f"{prefix}.mlp.gate_proj")
-    return linear(gate * sigmoid(gate) * linear(x, weights, f"{prefix}.mlp.up_proj"), weights, f"{prefix}.mlp.down_proj")
+    return linear(
+        gate * sigmoid(gate) * linear(x, weights, f"{prefix}.mlp.up_proj"), weights, f"{prefix}.mlp.down_proj"
+    )
 
 
 def logits(input_ids, weights, config):
