@@ -11,7 +11,6 @@ import argparse
 import inspect
 import json
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -139,13 +138,19 @@ def measure(task: str, rounds: int) -> dict:
     return result
 
 
+def peak_memory() -> int:
+    """This process's peak resident memory in bytes (Linux; getrusage would count that of the parent as well)."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
+
+
 def peak_training_memory(variant: str) -> int:
-    """Growth in bytes of this process's peak memory over three training steps, model and optimizer included."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    """Growth in bytes of the peak memory over three training steps, model and optimizer included."""
+    before = peak_memory()
     step = TrainingStep(variant)
     for _ in range(3):
         step()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    return peak_memory() - before
 
 
 def peak_in_a_process_of_its_own(variant: str, threads: int) -> int:

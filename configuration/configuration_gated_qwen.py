@@ -411,7 +411,8 @@ class GatedQwenConfig(Qwen3Config):
     @property
     def rope_scaling(self):
         """`dict` or `None`: the old schema's scaling, a copy of `rope_parameters` without the base."""
-        return _scaling_view(self.rope_parameters)
+        scaling = _scaling_view(self.rope_parameters)
+        return None if scaling is None else _RopeScaling(scaling)
 
     @rope_scaling.setter
     def rope_scaling(self, value):
@@ -421,10 +422,24 @@ class GatedQwenConfig(Qwen3Config):
         """Serialises with both RoPE schemas and the complete `auto_map`: every consumer finds what it reads."""
         output = super().to_dict()
         output["rope_theta"] = self.rope_theta
-        output["rope_scaling"] = self.rope_scaling
+        output["rope_scaling"] = _scaling_view(self.rope_parameters)
         # Names without a repository: whoever saves this config saves the code beside it.
         output["auto_map"] = {**(output.get("auto_map") or {}), **AUTO_MAP}
         return output
+
+
+class _RopeScaling(dict):
+    """What `config.rope_scaling` returns: a change inside it would be lost, so it raises."""
+
+    def _refuse_change(self, *args, **kwargs):
+        raise TypeError(
+            "GatedQwenConfig: rope_scaling is a copy; change config.rope_parameters, or assign all of rope_scaling."
+        )
+
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse_change
+
+    def __reduce__(self):  # copies and pickles are plain dicts
+        return dict, (dict(self),)
 
 
 def _scaling_view(parameters):

@@ -12,7 +12,9 @@ Shapes: B batch, T tokens, H query heads, K key/value heads, D head_dim, C hidde
 """
 
 import copy
+import functools
 import inspect
+import warnings
 
 import torch
 from torch import nn
@@ -41,6 +43,10 @@ from .configuration_gated_qwen import GATE_MODULES, GatedQwenConfig
 # was the paged cache of continuous batching, which belongs to the attention function and must pass through.
 CACHE_IS_CACHE = "cache" in inspect.signature(Qwen3Attention.forward).parameters
 CACHE_ARGUMENTS = ("cache", "past_key_values") if CACHE_IS_CACHE else ("past_key_values", "past_key_value")
+
+
+# Flash and paged attention take the boundaries from position_ids or their own indices, whatever mask there is.
+BOUNDARY_KEEPERS = ("flash", "paged")
 
 
 def ns_sigmoid(scores):
@@ -303,6 +309,39 @@ class GatedQwenModel(GatedQwenPreTrainedModel, Qwen3Model):
         self.gradient_checkpointing = False
         self.has_sliding_layers = "sliding_attention" in config.layer_types
         self.post_init()
+
+    @functools.wraps(Qwen3Model.forward)
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+        if position_ids is not None and position_ids.shape[-1] > 1 and not torch.compiler.is_compiling():
+            self._keep_boundaries(attention_mask, position_ids, kwargs)
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
+
+    def _keep_boundaries(self, attention_mask, position_ids, kwargs):
+        """Drops a default cache that would let packed samples see each other; warns of a mask or cache that does.
+
+        transformers' masks tell samples apart by `position_ids` (B, T) only without a 2-D mask and without a cache.
+        """
+        cached = any(kwargs.get(name) is not None for name in CACHE_ARGUMENTS)
+        use_cache = kwargs.get("use_cache")
+        at_risk = attention_mask is not None or cached or (self.config.use_cache if use_cache is None else use_cache)
+        prepared = attention_mask is not None and getattr(attention_mask, "ndim", None) != 2
+        attention = self.config._attn_implementation or "eager"
+        if not at_risk or prepared or any(name in attention for name in BOUNDARY_KEEPERS):
+            return
+        jumps = position_ids.diff(dim=-1) != 1
+        if attention_mask is not None:  # positions of padding do not matter
+            counted = attention_mask[:, -position_ids.shape[-1] :].bool()
+            jumps = jumps & counted[:, 1:] & counted[:, :-1]
+        if not jumps.any():
+            return
+        if attention_mask is None and not cached and use_cache is None:
+            kwargs["use_cache"] = False
+            return
+        warnings.warn(
+            "GatedQwenModel: position_ids restart inside a row, but packed samples are told apart only without a 2-D "
+            "attention_mask and without a cache (use_cache=False): here they see each other.",
+            stacklevel=2,
+        )
 
 
 class GatedQwenForCausalLM(GatedQwenPreTrainedModel, Qwen3ForCausalLM):
