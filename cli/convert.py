@@ -1,43 +1,86 @@
-"""`gated-qwen convert`: an ungated model becomes a gated one that computes the same function."""
+"""`gated-qwen convert`: from any known family, to any target that can hold it."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gated_qwen.cli import console
 
+if TYPE_CHECKING:
+    from gated_qwen.conversion.convert import ConversionResult
+
 
 def convert(
-    source: Annotated[str, typer.Argument(help="A folder, a GGUF file or a Hub repository id (Llama, Qwen2, Qwen3).")],
-    target: Annotated[Path, typer.Argument(help="The folder to write.")],
+    source: Annotated[str, typer.Argument(help="A folder, a GGUF file or a Hub repository id.")],
+    target: Annotated[Path, typer.Argument(help="The folder (or .gguf file) to write.")],
+    from_family: Annotated[
+        str | None, typer.Option("--from", help="What the source is, where its config.json leaves doubt.")
+    ] = None,
+    to: Annotated[
+        str | None,
+        typer.Option(help="gated_qwen (default), official, qwen3_5, qwen3_next, qwen3, or gguf (default for *.gguf)."),
+    ] = None,
     gate: Annotated[
-        str, typer.Option(help="headwise (one score a head) or elementwise (one a coordinate).")
-    ] = "headwise",
+        str | None, typer.Option(help="For an ungated source: headwise (default; one score a head) or elementwise.")
+    ] = None,
+    start: Annotated[str, typer.Option(help="For an ungated source: identity (exact), open or random.")] = "identity",
+    seed: Annotated[int, typer.Option(help="Of a random start.")] = 0,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: as in the source.")] = None,
+    gguf_type: Annotated[str, typer.Option(help="For --to gguf: f32, f16, bf16 or q8_0.")] = "bf16",
+    identity_layer: Annotated[
+        bool, typer.Option("--identity-layer", help="For qwen3_5 and qwen3_next on transformers before 5.15.")
+    ] = False,
     max_shard_size: Annotated[str, typer.Option(help="Of the weight files, e.g. 5GB.")] = "5GB",
+    verify: Annotated[bool, typer.Option("--verify", help="Compare source and result before finishing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what every tensor would be; write nothing.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a non-empty TARGET.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Add a gate to an ungated model without changing its logits: zero gates, o_proj doubled."""
+    """Convert a checkpoint; an ungated model is given a gate that does not change its logits."""
     console.quiet_libraries()
     from gated_qwen.conversion.convert import convert as convert_checkpoint
 
-    with console.bytes_bar("converting") as (start, progress):
+    with console.bytes_bar("converting") as (begin, progress):
         result = convert_checkpoint(
             source,
             target,
+            from_family=from_family,
+            to=to or ("gguf" if target.suffix == ".gguf" else "gated_qwen"),
             gate=gate,
-            max_shard_size=max_shard_size,
-            overwrite=overwrite,
             start=start,
+            seed=seed,
+            dtype=dtype,
+            gguf_type=gguf_type,
+            identity_layer=identity_layer,
+            max_shard_size=max_shard_size,
+            verify=verify,
+            dry_run=dry_run,
+            overwrite=overwrite,
+            begin=begin,
             progress=progress,
         )
     for warning in result.warnings:
         console.note(f"warning: {warning}")
     if as_json:
-        console.print_json({**vars(result), "folder": str(result.folder)})
+        console.print_json(result.to_dict())
         return
+    if dry_run:
+        _print_plan(result)
+    gate_share = f", {result.gate_parameters:,} of them in gates" if result.gate_parameters else ""
+    would_be = "would be " if dry_run else ""
     print(
-        f"{result.folder}: {result.family}, {gate} gate, {result.parameters:,} parameters, "
-        f"{result.gate_parameters:,} of them in gates, {result.dtype}"
+        f"{result.target}: {would_be}{result.to} from {result.family}, {result.parameters:,} parameters{gate_share}, "
+        f"{result.dtype}"
     )
+    for note in result.notes:
+        print(f"note: {note}")
+    if result.verification is not None:
+        print(f"verified: {result.verification}")
+
+
+def _print_plan(result: "ConversionResult") -> None:
+    """One line for each tensor: its name, dtype, shape, rule and sources."""
+    for tensor in result.plan:
+        sources = ", ".join(dict.fromkeys(tensor.sources)) or "nothing"
+        print(f"{tensor.name}  {tensor.dtype} {list(tensor.shape)}  {tensor.rule}  <- {sources}")

@@ -10,9 +10,16 @@ from gated_qwen.cli import console
 
 def inspect(
     path: Annotated[Path, typer.Argument(help="A model folder.")],
+    layout_check: Annotated[
+        Path | None,
+        typer.Option(metavar="TEXT", help="Read this text under every layout of a fused q_proj and print the losses."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
     """Print family, layout, gate, RoPE, parameters and dtype of a model folder; no weights are loaded."""
+    if layout_check is not None:
+        _check_layouts(path, layout_check, as_json)
+        return
     from gated_qwen.conversion.inspection import inspect_checkpoint
 
     summary = inspect_checkpoint(path)
@@ -41,6 +48,18 @@ def inspect(
         ("weight files", f"{summary.files}, {summary.bytes:,} bytes"),
     ]
     console.print_table(str(path), rows)
+
+
+def _check_layouts(path: Path, text: Path, as_json: bool) -> None:
+    console.quiet_libraries()
+    from gated_qwen.conversion.layout_check import check_layouts
+
+    losses = check_layouts(path, text.read_text(encoding="utf-8"))
+    if as_json:
+        console.print_json({"path": str(path), "losses": [vars(entry) for entry in losses]})
+        return
+    rows = [(f"{entry.layout}, norms are {entry.norms}", f"{entry.loss:.3f}") for entry in losses]
+    console.print_table(f"{path}: loss on {text.name} in nats per token, best first", rows)
 
 
 def _gate(gate: dict[str, Any] | None) -> str:

@@ -1,195 +1,221 @@
-"""Giving an ungated model a gate: reads tensor by tensor, writes a complete folder that loads with remote code."""
+"""Converting a checkpoint: from any known family, to any target that can hold it, streamed and written whole."""
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gated_qwen
 from gated_qwen.configuration.configuration_gated_qwen import GATE_GRANULARITIES, GatedQwenConfig
-from gated_qwen.conversion.checkpoint import FLOAT_DTYPES, Checkpoint, CheckpointError, open_checkpoint
-from gated_qwen.conversion.families import detect_family, ungated_fields
+from gated_qwen.conversion import retrofit
+from gated_qwen.conversion.checkpoint import FLOAT_DTYPES, open_checkpoint
+from gated_qwen.conversion.families import SOURCES
 from gated_qwen.conversion.folder import atomic_folder, check_target
-from gated_qwen.conversion.retrofit import DOUBLED, GATE, double
+from gated_qwen.conversion.gguf_target import GGUF_DTYPES, plan_gguf, write_gguf_file
+from gated_qwen.conversion.plan import PlannedTensor
 from gated_qwen.conversion.source import resolve_source
-from gated_qwen.conversion.writer import PlannedTensor, parse_size, write_description, write_weights
+from gated_qwen.conversion.sources import GatedCheckpoint, read_gated
+from gated_qwen.conversion.targets import TARGETS, Output, plan_target
+from gated_qwen.conversion.verify import Verification, verify_folder
+from gated_qwen.conversion.writer import parse_size, write_description, write_weights
 
-if TYPE_CHECKING:
-    import torch
-
-# Buffers that old releases saved and every version recomputes.
-RECOMPUTED = ("rotary_emb.inv_freq",)
+SAFETENSORS_DTYPES = {name: short for short, name in FLOAT_DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class ConversionResult:
-    """What a conversion wrote: the folder, the source's family, parameters in all and of the gate, warnings."""
+    """What a conversion wrote, or with `dry_run` would write."""
 
-    folder: Path
+    target: Path
     family: str
+    to: str
     parameters: int
     gate_parameters: int
     dtype: str
-    warnings: tuple[str, ...]
+    plan: list[PlannedTensor] = field(repr=False)
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    verification: Verification | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For printing as JSON; the plan as a list of names, sources, rules, shapes and dtypes."""
+        plan = [
+            {"name": t.name, "sources": t.sources, "rule": t.rule, "shape": t.shape, "dtype": t.dtype}
+            for t in self.plan
+        ]
+        verification = None if self.verification is None else self.verification.to_dict()
+        return {**vars(self), "target": str(self.target), "plan": plan, "verification": verification}
 
 
 def convert(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
-    gate: str = "headwise",
+    from_family: str | None = None,
+    to: str = "gated_qwen",
+    gate: str | None = None,
+    start: str = "identity",
+    seed: int = 0,
+    dtype: str | None = None,
+    gguf_type: str = "bf16",
+    identity_layer: bool = False,
     max_shard_size: str | int = "5GB",
     overwrite: bool = False,
-    start: Callable[[int], None] | None = None,
+    verify: bool = False,
+    dry_run: bool = False,
+    begin: Callable[[int], None] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> ConversionResult:
-    """Converts an ungated Llama, Qwen2 or Qwen3 model to a gated one that computes the same function.
+    """Converts a checkpoint to another layout, family or format.
 
-    The gate is on the SDPA output (G1) and starts at zero with `o_proj` doubled, so logits are equal to the bit in
-    fp32 and bf16. Dtypes are kept tensor by tensor. The authors of the paper saw no clear gain from further training
-    of such a start (appendix A.7), so it is a safe starting point and not a promise.
+    An ungated source (Llama, Qwen2, Qwen3) is given a gate first. With the default start its logits do not change by
+    a bit in fp32 and bf16: the gate is zero and `o_proj` doubled. The authors of the paper saw no clear gain from
+    further training of such a start (appendix A.7), so it is a safe starting point and not a promise.
 
     Args:
         source: a folder, a GGUF file (dequantised to fp32) or a Hub repository id.
-        target: the folder to write; it appears when everything is written.
-        gate: `"headwise"` or `"elementwise"`.
+        target: the folder, or for `to="gguf"` the file, to write; it appears when everything is written.
+        from_family: one of `families.SOURCES`; None detects it from config.json.
+        to: `"gated_qwen"`, `"official"`, `"qwen3_next"`, `"qwen3_5"`, `"qwen3"` or `"gguf"`.
+        gate: for an ungated source, `"headwise"` (None too) or `"elementwise"`.
+        start: for an ungated source: `"identity"` (exact), `"open"` or `"random"`.
+        seed: of a random start.
+        dtype: `"float32"`, `"bfloat16"` or `"float16"` for all weights; None keeps each tensor's.
+        gguf_type: `"f32"`, `"f16"`, `"bf16"` or `"q8_0"`, for `to="gguf"`.
+        identity_layer: for the native families, append a layer that adds nothing (for transformers before 5.15).
         max_shard_size: bytes, or a text such as `"5GB"`.
         overwrite: replace a non-empty `target`.
-        start: called once with the number of bytes to come.
+        verify: compare source and result before the result takes its place.
+        dry_run: plan and check everything, and write nothing.
+        begin: called once with the number of bytes to come.
         progress: called with the number of bytes done since the last call.
 
     Returns:
         ConversionResult: what was written.
 
     Raises:
-        CheckpointError: the source is missing, broken, gated already or of a family that cannot take the gate.
+        CheckpointError: the source is missing or broken, or holds what the target cannot.
         FileExistsError: `target` is not empty, and `overwrite` is off.
-        ValueError: `target` is the source, an unknown `gate` or a size that is not understood.
+        ValueError: `target` is the source, or an option that is not understood.
 
     Example:
         >>> result = convert(llama_folder, tmp / "gated", gate="headwise")
         >>> result.family, result.gate_parameters
         ('llama', 256)
+        >>> convert(tmp / "gated", tmp / "official", to="official").notes
+        ()
     """
-    if gate not in GATE_GRANULARITIES:
-        raise ValueError(f"gate {gate!r} is not known; choose one of {', '.join(GATE_GRANULARITIES)}")
+    _check_choices(from_family, to, gate, start, dtype, gguf_type)
     shard_bytes = parse_size(max_shard_size)
     source_path, target_path = Path(source), Path(target)
     if source_path.exists():
         here, there = source_path.resolve(), target_path.resolve()
         if here.is_relative_to(there) or there.is_relative_to(here):
             raise ValueError(f"{target}: the target and the source lie in each other; name another folder")
-    check_target(target_path, overwrite=overwrite)
+    if verify and to == "gguf":
+        raise ValueError("a GGUF file is not verified here, since llama.cpp would have to run it; see docs/gguf.md")
+    if to != "gguf":
+        check_target(target_path, overwrite=overwrite)
 
     with resolve_source(source) as folder:
         checkpoint = open_checkpoint(folder)
-        family = detect_family(checkpoint.config)
-        # gate_initializer_range 0.0: gate weights that are missing at load time start at zero as well.
-        fields = {**ungated_fields(checkpoint.config), "gate_positions": ["attn_output"], "gate_granularity": gate}
-        config = GatedQwenConfig(**fields, gate_initializer_range=0.0, architectures=["GatedQwenForCausalLM"])
-        tensors = plan_retrofit(checkpoint, config)
-        dtypes = {tensor.dtype for tensor in tensors}
-        main_dtype = next(tensor.dtype for tensor in tensors if tensor.name.endswith(DOUBLED))
-        config.dtype = FLOAT_DTYPES[main_dtype]
-        warnings = []
-        if "F16" in dtypes:
-            warnings.append(
-                "fp16 weights: the start is exact in fp32 and bf16; in fp16 small head outputs can lose bits"
-            )
-        if not any(path.name.startswith("tokenizer") for path in checkpoint.side_files()):
-            warnings.append("the source has no tokenizer files, so the result has none")
-        if start is not None:
-            start(sum(tensor.nbytes for tensor in tensors))
-        with atomic_folder(target_path, overwrite=overwrite) as temporary:
-            write_weights(temporary, tensors, shard_bytes, progress)
-            recipe = _recipe(source_path.name, family.model_type, gate)
-            write_description(temporary, config, checkpoint.side_files(), recipe)
-    gate_parameters = sum(_elements(t.shape) for t in tensors if t.name.endswith(GATE))
-    parameters = sum(_elements(t.shape) for t in tensors)
+        gated = read_gated(checkpoint, family=from_family, gate=gate, start=start, seed=seed)
+        warnings = _warnings(gated)
+        if to == "gguf":
+            output = plan_gguf(gated, target_path, overwrite=overwrite)
+        else:
+            output = plan_target(gated, to, identity_layer=identity_layer)
+            if dtype is not None:
+                output = _in_dtype(output, SAFETENSORS_DTYPES[dtype])
+        main_dtype = _main_dtype(output.tensors)
+        verification = None
+        if not dry_run:
+            if begin is not None:
+                begin(sum(tensor.nbytes for tensor in output.tensors))
+            recipe = _recipe(source_path.name, gated, to, dtype)
+            if to == "gguf":
+                write_gguf_file(target_path, gated, gguf_type, source_path.name, progress)
+            else:
+                with atomic_folder(target_path, overwrite=overwrite) as temporary:
+                    with_nan = write_weights(temporary, output.tensors, shard_bytes, progress)
+                    warnings += [f"tensor {name} holds NaN" for name in with_nan]
+                    _set_dtype(output.config, FLOAT_DTYPES[main_dtype])
+                    write_description(temporary, output.config, gated.side_files, recipe)
+                    if verify:
+                        exact = dtype is None and start == "identity"
+                        verification = verify_folder(checkpoint, gated, temporary, to, exact)
+    gates = [tensor for tensor in gated.tensors.values() if ".self_attn.g_proj" in tensor.name]
     return ConversionResult(
-        target_path, family.model_type, parameters, gate_parameters, FLOAT_DTYPES[main_dtype], tuple(warnings)
+        target=target_path,
+        family=gated.family,
+        to=to,
+        parameters=sum(tensor.elements for tensor in output.tensors),
+        gate_parameters=sum(tensor.elements for tensor in gates),
+        dtype=gguf_type if to == "gguf" else FLOAT_DTYPES[main_dtype],
+        plan=output.tensors,
+        notes=tuple(output.notes),
+        warnings=tuple(warnings),
+        verification=verification,
     )
 
 
-def plan_retrofit(checkpoint: Checkpoint, config: GatedQwenConfig) -> list[PlannedTensor]:
-    """Says for every tensor of the gated model where it comes from; nothing is read yet.
-
-    Raises:
-        CheckpointError: a tensor is missing, unknown, of another shape, or not in a floating-point dtype.
-    """
-    expected = _expected_shapes(config)
-    found = {name for name in checkpoint.tensors if not name.endswith(RECOMPUTED)}
-    if config.tie_word_embeddings:
-        found.discard("lm_head.weight")  # the same tensor under a second name
-    if unknown := sorted(found - set(expected)):
-        file = checkpoint.tensors[unknown[0]].file.name
-        raise CheckpointError(f"{file}: tensor {unknown[0]} has no place in a causal language model of this family")
-    tensors = []
-    for name, shape in expected.items():
-        if name.endswith(GATE):
-            like = checkpoint.tensors[name.replace(GATE, DOUBLED)]
-            tensors.append(PlannedTensor(name, like.dtype, shape, "zeros", partial(_zeros, shape, like.dtype)))
-            continue
-        if name not in found:
-            raise CheckpointError(f"{checkpoint.folder}: tensor {name} is missing")
-        info = checkpoint.tensors[name]
-        if info.shape != shape:
-            raise CheckpointError(
-                f"{info.file.name}: tensor {name} has shape {info.shape}, config.json asks for {shape}"
-            )
-        if info.dtype not in FLOAT_DTYPES:
-            raise CheckpointError(f"{info.file.name}: tensor {name} is {info.dtype}; dequantise the weights first")
-        if name.endswith(DOUBLED):
-            tensors.append(PlannedTensor(name, info.dtype, shape, "twice", partial(_doubled, checkpoint, name)))
-        else:
-            tensors.append(PlannedTensor(name, info.dtype, shape, "copy", partial(checkpoint.load, name)))
-    return tensors
+def _check_choices(
+    from_family: str | None, to: str, gate: str | None, start: str, dtype: str | None, gguf_type: str
+) -> None:
+    for name, value, allowed in (
+        ("source family", from_family, (None, *SOURCES)),
+        ("target", to, (*TARGETS, "gguf")),
+        ("gate", gate, (None, *GATE_GRANULARITIES)),
+        ("start", start, retrofit.STARTS),
+        ("dtype", dtype, (None, *SAFETENSORS_DTYPES)),
+        ("GGUF type", gguf_type, GGUF_DTYPES),
+    ):
+        if value not in allowed:
+            raise ValueError(f"{name} {value!r} is not known; choose one of {', '.join(c for c in allowed if c)}")
 
 
-def _expected_shapes(config: GatedQwenConfig) -> dict[str, tuple[int, ...]]:
-    import torch
-
-    with torch.device("meta"):
-        model = gated_qwen.GatedQwenForCausalLM(config)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    if config.tie_word_embeddings:
-        del shapes["lm_head.weight"]
-    return shapes
+def _in_dtype(output: Output, dtype: str) -> Output:
+    return Output(output.config, [tensor.as_dtype(dtype) for tensor in output.tensors], output.notes)
 
 
-def _doubled(checkpoint: Checkpoint, name: str) -> "torch.Tensor":
-    try:
-        return double(checkpoint.load(name))
-    except OverflowError as error:
-        raise CheckpointError(f"{checkpoint.tensors[name].file.name}: tensor {name}: {error}") from error
+def _main_dtype(tensors: list[PlannedTensor]) -> str:
+    """The dtype of most weights, which config.json names."""
+    counts: dict[str, int] = {}
+    for tensor in tensors:
+        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.elements
+    return max(counts, key=lambda dtype: counts[dtype])
 
 
-def _zeros(shape: tuple[int, ...], dtype: str) -> "torch.Tensor":
-    import torch
-
-    return torch.zeros(shape, dtype=getattr(torch, FLOAT_DTYPES[dtype]))
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
+def _set_dtype(config: GatedQwenConfig | dict[str, Any], dtype: str) -> None:
+    if isinstance(config, GatedQwenConfig):
+        config.dtype = dtype
+        config.architectures = config.architectures or ["GatedQwenForCausalLM"]
+    else:
+        config["dtype"] = config["torch_dtype"] = dtype  # the old name is read by transformers before 4.56
 
 
-def _recipe(source_name: str, family: str, gate: str) -> dict[str, Any]:
+def _warnings(gated: GatedCheckpoint) -> list[str]:
+    warnings = list(gated.warnings)
+    if any(tensor.dtype == "F16" and tensor.rule == "twice" for tensor in gated.tensors.values()):
+        warnings.append("fp16 weights: the start is exact in fp32 and bf16; in fp16 small head outputs can lose bits")
+    if not any(path.name.startswith("tokenizer") for path in gated.side_files):
+        warnings.append("the source has no tokenizer files, so the result has none")
+    return warnings
+
+
+def _recipe(source_name: str, gated: GatedCheckpoint, to: str, dtype: str | None) -> dict[str, Any]:
     import torch
     import transformers
 
     return {
         "format": 1,
         "verb": "convert",
-        "source": {"name": source_name, "family": family},
-        "gate": {"positions": ["attn_output"], "granularity": gate, "activation": "sigmoid", "start": "identity"},
-        "rules": {DOUBLED: "twice the source", GATE: "zeros", "every other tensor": "copied bit for bit"},
+        "source": {"name": source_name, "family": gated.family},
+        "to": to,
+        "dtype": dtype or "as in the source",
+        **gated.recipe,
         "versions": {
             "gated-qwen": gated_qwen.__version__,
             "torch": torch.__version__,

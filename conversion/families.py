@@ -1,7 +1,7 @@
-"""The ungated families that can be given a gate, and how each one's config becomes ours.
+"""The families that can be a source: how each is told by its config.json, and how its config becomes ours.
 
-The rules are data: a family says which of our fields it fixes and what it cannot take with it. Weights keep their
-names in all of them.
+The rules for ungated families are data: a family says which of our fields it fixes and what it cannot take with it.
+Weights keep their names in all of them.
 """
 
 from dataclasses import dataclass, field
@@ -69,73 +69,95 @@ FAMILIES = {
 }
 
 
+# Native families whose full-attention layers carry an elementwise gate, by model_type.
+NATIVE = {
+    "qwen3_next": "qwen3_next",
+    "qwen3_5": "qwen3_5",
+    "qwen3_5_text": "qwen3_5",
+}
+SOURCES = ("gated_qwen", "official", "qwen3_next", "qwen3_5", *FAMILIES)
+
+
 def official_gate_flags(config: dict[str, Any]) -> list[str]:
     """The flags by which the official release marks its fused gate, where they are set."""
     return [name for name in ("headwise_attn_output_gate", "elementwise_attn_output_gate") if config.get(name)]
 
 
-def detect_family(config: dict[str, Any]) -> Family:
-    """Finds the ungated family of a config.json.
+def detect_source(config: dict[str, Any]) -> str:
+    """Finds the family of a config.json, one of `SOURCES`.
 
     Raises:
-        CheckpointError: the model is gated already, or of a family that cannot be given a gate.
+        CheckpointError: the family is not known, or the config says two things at once.
     """
     model_type = config.get("model_type")
-    if model_type in ("gated_qwen", "gated_qwen_moe"):
-        raise CheckpointError("config.json: this model has a gate already; there is nothing to add")
-    if flags := official_gate_flags(config):
+    flags = official_gate_flags(config)
+    if flags and model_type != "qwen3":
         raise CheckpointError(
-            f"config.json: {flags[0]} marks a gate fused into q_proj (the official release layout); "
-            "a gate is added to ungated models only"
+            f"config.json: {flags[0]} marks the official release layout, which is model_type 'qwen3', but model_type "
+            f"is {model_type!r}; say which it is with --from"
         )
-    if model_type not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise CheckpointError(
-            f"config.json: model_type {model_type!r} cannot be given a gate; known families: {known}"
-        )
-    return FAMILIES[model_type]
+    if len(flags) > 1:
+        raise CheckpointError(f"config.json: both {' and '.join(flags)} are true; a gate has one granularity")
+    if flags:
+        return "official"
+    if model_type == "gated_qwen":
+        return "gated_qwen"
+    if model_type in NATIVE:
+        if not (config.get("text_config") or config).get("attn_output_gate", True):
+            raise CheckpointError("config.json: attn_output_gate is false: this model has no gate to convert")
+        return NATIVE[model_type]
+    if model_type in FAMILIES:
+        return FAMILIES[model_type].model_type
+    raise CheckpointError(f"config.json: model_type {model_type!r} is not understood; known: {', '.join(SOURCES)}")
 
 
-def ungated_fields(config: dict[str, Any]) -> dict[str, Any]:
+def config_object(config: dict[str, Any], model_type: str) -> Any:
+    """The config as transformers' own class of `model_type` fills it in.
+
+    Raises:
+        CheckpointError: the class refuses it.
+    """
+    from transformers import CONFIG_MAPPING
+
+    try:
+        return CONFIG_MAPPING[model_type].from_dict(dict(config))
+    except Exception as error:  # the config classes raise types of their own
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"config.json: not a valid {model_type} config ({reason})") from error
+
+
+def shared_fields(config: Any) -> dict[str, Any]:
+    """The fields that mean the same in every family and in ours."""
+    return {name: getattr(config, name) for name in SHARED_FIELDS}
+
+
+def ungated_fields(config: dict[str, Any], family_name: str) -> dict[str, Any]:
     """Our config's fields, without a gate, for a model of a known family.
 
     Defaults that the file leaves out are the family's own, filled in by transformers' config class.
 
     Args:
         config: the content of config.json.
+        family_name: a key of `FAMILIES`.
 
     Returns:
-        dict: keyword arguments of `GatedQwenConfig`, with `gate_positions=[]`.
+        dict: keyword arguments of `GatedQwenConfig`.
 
     Raises:
         CheckpointError: naming the field whose value our model cannot hold.
     """
-    from transformers import CONFIG_MAPPING
-
-    family = detect_family(config)
-    if config.get("quantization_config"):
-        raise CheckpointError(
-            "config.json: quantization_config: quantised weights are not converted; dequantise first"
-        )
-    try:
-        filled = CONFIG_MAPPING[family.model_type].from_dict(dict(config))
-    except Exception as error:  # the config classes raise types of their own
-        raise CheckpointError(f"config.json: not a valid {family.title} config ({_one_line(error)})") from error
+    family = FAMILIES[family_name]
+    filled = config_object(config, family.model_type)
     for name, allowed in family.required.items():
         if getattr(filled, name) != allowed:
             raise CheckpointError(
                 f"config.json: {name}={getattr(filled, name)!r} has no counterpart here; only {allowed!r}"
             )
-    fields = {name: getattr(filled, name) for name in (*SHARED_FIELDS, *family.copied)}
     head_dim = getattr(filled, "head_dim", None)
     return {
-        **fields,
+        **shared_fields(filled),
+        **{name: getattr(filled, name) for name in family.copied},
         **family.fixed,
         "head_dim": head_dim or filled.hidden_size // filled.num_attention_heads,
         "rope_parameters": dict(filled.rope_parameters),
-        "gate_positions": [],
     }
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

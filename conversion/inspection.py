@@ -6,14 +6,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from gated_qwen.conversion.checkpoint import Checkpoint, CheckpointError, TensorInfo, open_checkpoint
-from gated_qwen.conversion.families import FAMILIES, official_gate_flags
+from gated_qwen.conversion.families import FAMILIES, NATIVE, official_gate_flags
 
 OURS = "gated_qwen: self_attn.g_proj, rows by head"
 OFFICIAL = "official release: inside q_proj, for each KV head its query rows, then its gate rows"
-NATIVE = "Qwen3-Next / Qwen3.5: inside q_proj, for each query head its query rows, then its gate rows"
-
-# Native families whose full-attention layers carry an elementwise gate.
-NATIVE_GATED = ("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe")
+NATIVE_LAYOUT = "Qwen3-Next / Qwen3.5: inside q_proj, for each query head its query rows, then its gate rows"
 
 
 @dataclass(frozen=True)
@@ -79,13 +76,13 @@ def _gate(config: dict[str, Any], text_config: dict[str, Any]) -> tuple[dict[str
         if len(flags) > 1:
             raise CheckpointError(f"config.json: both {' and '.join(flags)} are true; a gate has one granularity")
         return {"positions": ["attn_output"], "granularity": flags[0].split("_")[0]}, OFFICIAL
-    if model_type in NATIVE_GATED:
+    if model_type in NATIVE:
         if not text_config.get("attn_output_gate", True):
             return None, None
-        return {"positions": ["attn_output"], "granularity": "elementwise"}, NATIVE
+        return {"positions": ["attn_output"], "granularity": "elementwise"}, NATIVE_LAYOUT
     if model_type in FAMILIES:
         return None, None
-    known = ", ".join(["gated_qwen", *FAMILIES, *NATIVE_GATED])
+    known = ", ".join(["gated_qwen", *FAMILIES, *NATIVE])
     raise CheckpointError(f"config.json: model_type {model_type!r} is not understood; known: {known}")
 
 
@@ -111,7 +108,7 @@ def _shape(config: dict[str, Any]) -> dict[str, Any]:
 def _gate_parameters(checkpoint: Checkpoint, config: dict[str, Any], layout: str | None) -> int:
     if layout == OURS:
         return sum(info.elements for name, info in checkpoint.tensors.items() if ".self_attn.g_proj" in name)
-    if layout in (OFFICIAL, NATIVE):
+    if layout in (OFFICIAL, NATIVE_LAYOUT):
         heads, head_dim = config["num_attention_heads"], _shape(config)["head_dim"]
         fused = [info for name, info in checkpoint.tensors.items() if ".self_attn.q_proj." in name]
         return sum(_rows_beyond(info, heads * head_dim) for info in fused)

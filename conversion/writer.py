@@ -1,38 +1,23 @@
-"""Writing a gated model folder: weights in shards, then side files, code, provenance and, last, config.json."""
+"""Writing a model folder: weights in shards, then side files, code, provenance and, last, config.json."""
 
 import json
+import os
 import shutil
+import struct
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gated_qwen.conversion.checkpoint import DTYPE_BYTES, INDEX_NAME
+from gated_qwen.conversion.checkpoint import DTYPE_BYTES, INDEX_NAME, CheckpointError, TensorInfo
+from gated_qwen.conversion.plan import PlannedTensor
 
 if TYPE_CHECKING:
-    import torch
-
     from gated_qwen.configuration.configuration_gated_qwen import GatedQwenConfig
 
 PROVENANCE_NAME = "provenance.json"
-
-
-@dataclass(frozen=True)
-class PlannedTensor:
-    """A tensor of the output: its name, dtype, shape, the rule that makes it in words, and the function that does."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    rule: str
-    make: Callable[[], "torch.Tensor"]
-
-    @property
-    def nbytes(self) -> int:
-        count = DTYPE_BYTES[self.dtype]
-        for size in self.shape:
-            count *= size
-        return count
+COPY_CHUNK = 8 * 2**20
+WRITE_CHUNK = 2**30  # a single write takes less than 2 GiB
 
 
 def parse_size(size: str | int) -> int:
@@ -76,34 +61,97 @@ def plan_shards(tensors: Iterable[PlannedTensor], max_shard_size: int) -> list[l
 
 def write_weights(
     folder: Path, tensors: list[PlannedTensor], max_shard_size: int, progress: Callable[[int], None] | None = None
-) -> None:
-    """Writes safetensors shard by shard, with one shard in memory at a time, and the index when there are several.
+) -> list[str]:
+    """Writes safetensors shards, and the index when there are several.
+
+    The library's writer wants a whole shard in memory. Here every tensor has its place from the start, and two threads
+    fill the places: what is copied unchanged goes over in chunks, so at most two computed tensors are in memory.
 
     Args:
         folder: an existing folder.
-        tensors: what to write, in order.
-        max_shard_size: bytes.
-        progress: called with the number of bytes of each tensor when it is ready.
-    """
-    from safetensors.torch import save_file
+        tensors: what to write.
+        max_shard_size: bytes; a larger tensor gets a shard of its own.
+        progress: called with the bytes of each tensor when it is written.
 
+    Returns:
+        list[str]: names of tensors that hold NaN, of those that were computed.
+    """
     shards = plan_shards(tensors, max_shard_size)
     weight_map: dict[str, str] = {}
+    with_nan: list[str] = []
     for number, shard in enumerate(shards, start=1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        content: dict[str, torch.Tensor] = {}
-        for tensor in shard:
-            content[tensor.name] = tensor.make().contiguous()
-            weight_map[tensor.name] = file
-            if progress is not None:
-                progress(tensor.nbytes)
-        save_file(content, folder / file, metadata={"format": "pt"})
+        with_nan += _write_shard(folder / file, shard, progress)
+        weight_map |= {tensor.name: file for tensor in shard}
     if len(shards) > 1:
         index = {
             "metadata": {"total_size": sum(t.nbytes for t in tensors)},
             "weight_map": dict(sorted(weight_map.items())),
         }
         write_json(folder / INDEX_NAME, index)
+    return with_nan
+
+
+def _write_shard(path: Path, shard: list[PlannedTensor], progress: Callable[[int], None] | None) -> list[str]:
+    """One safetensors file: eight bytes of header length, the header as JSON, then the tensors without gaps."""
+    # Widest dtypes first, as the library does, so that every tensor is aligned.
+    shard = sorted(shard, key=lambda tensor: (-DTYPE_BYTES[tensor.dtype], tensor.name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    places: list[int] = []
+    end = 0
+    for tensor in shard:
+        places.append(end)
+        end += tensor.nbytes
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [places[-1], end]}
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(encoded)) + encoded)
+        file.flush()
+        base = file.tell()
+        file.truncate(base + end)
+        with_nan = []
+
+        def write(tensor: PlannedTensor, place: int) -> None:
+            if tensor.copy_of is not None:
+                _copy_region(tensor.copy_of, file.fileno(), base + place, tensor.nbytes)
+            elif _write_tensor(tensor, file.fileno(), base + place):
+                with_nan.append(tensor.name)
+            if progress is not None:
+                progress(tensor.nbytes)
+
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            for future in [pool.submit(write, *job) for job in zip(shard, places, strict=True)]:
+                future.result()
+    return sorted(with_nan)
+
+
+def _copy_region(source: TensorInfo, target: int, place: int, nbytes: int) -> None:
+    with source.file.open("rb") as file:
+        done = 0
+        while done < nbytes:
+            chunk = os.pread(file.fileno(), min(COPY_CHUNK, nbytes - done), source.offset + done)
+            if not chunk:
+                raise CheckpointError(f"{source.file}: shorter than its header says; download it again")
+            _write_all(target, memoryview(chunk), place + done)
+            done += len(chunk)
+
+
+def _write_tensor(tensor: PlannedTensor, target: int, place: int) -> bool:
+    """Makes and writes a tensor; True if it holds NaN."""
+    import torch
+
+    made = tensor.make().contiguous()
+    if made.shape != tensor.shape:
+        raise CheckpointError(f"tensor {tensor.name}: made with shape {tuple(made.shape)}, planned {tensor.shape}")
+    _write_all(target, memoryview(made.reshape(-1).view(torch.uint8).numpy()), place)
+    return bool(made.isnan().any())
+
+
+def _write_all(target: int, content: memoryview, place: int) -> None:
+    while content:
+        written = os.pwrite(target, content[:WRITE_CHUNK], place)
+        content, place = content[written:], place + written
 
 
 def write_description(
@@ -113,25 +161,30 @@ def write_description(
 
     Args:
         folder: an existing folder.
-        config: the model's config, with its dtype set.
+        config: our config object, with its dtype set: the code is written too; or the content of config.json for
+            another family.
         side_files: files or folders to copy unchanged; a generation_config.json among them wins over a fresh one.
         provenance: a JSON object that says how the model was made.
     """
     from transformers import GenerationConfig
 
     from gated_qwen import modeling_gated_qwen
+    from gated_qwen.configuration.configuration_gated_qwen import GatedQwenConfig
 
     for path in side_files:
         if path.is_dir():
             shutil.copytree(path, folder / path.name)
         else:
             shutil.copyfile(path, folder / path.name)
-    if not (folder / "generation_config.json").exists():
-        GenerationConfig.from_model_config(config).save_pretrained(folder)
-    code = Path(modeling_gated_qwen.__file__)
-    shutil.copyfile(code, folder / code.name)
     write_json(folder / PROVENANCE_NAME, provenance)
-    config.save_pretrained(folder)  # also copies the config's own code
+    if isinstance(config, GatedQwenConfig):
+        if not (folder / "generation_config.json").exists():
+            GenerationConfig.from_model_config(config).save_pretrained(folder)
+        code = Path(modeling_gated_qwen.__file__)
+        shutil.copyfile(code, folder / code.name)
+        config.save_pretrained(folder)  # also copies the config's own code
+    else:
+        write_json(folder / "config.json", config)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -90,7 +90,7 @@ def test_new_lists_presets(run):
 def test_convert_and_inspect(run, tmp_path):
     ungated_folder(tmp_path / "source", "qwen2")
     code, out, err = run("convert", tmp_path / "source", tmp_path / "gated", "--gate", "elementwise")
-    assert code == 0 and "qwen2, elementwise gate" in out
+    assert code == 0 and "gated_qwen from qwen2, 37,264 parameters, 4,608 of them in gates" in out
     assert "no tokenizer files" in err
     code, out, _ = run("inspect", tmp_path / "gated", "--json")
     assert json.loads(out)["gate"]["granularity"] == "elementwise"

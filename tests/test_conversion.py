@@ -44,7 +44,7 @@ def test_the_gated_model_has_the_sources_logits_to_the_bit(name, gate, dtype, tm
     folder = ungated_folder(tmp_path / "source", name, dtype)
     result = convert(folder, tmp_path / "gated", gate=gate)
     before = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    after = AutoModelForCausalLM.from_pretrained(result.folder, dtype=dtype)
+    after = AutoModelForCausalLM.from_pretrained(result.target, dtype=dtype)
     assert type(after) is GatedQwenForCausalLM
     with torch.no_grad():
         for attention in ("eager", "sdpa"):
@@ -111,7 +111,7 @@ def test_the_folder_is_complete_and_says_how_it_was_made(source, tmp_path):
     (source / "LICENSE").write_text("terms")
     (source / "modeling_other.py").write_text("raise SystemExit")
     result = convert(source, tmp_path / "gated")
-    assert files_below(result.folder) == {
+    assert files_below(result.target) == {
         "LICENSE",
         "chat_template.jinja",
         "config.json",
@@ -124,8 +124,8 @@ def test_the_folder_is_complete_and_says_how_it_was_made(source, tmp_path):
         "tokenizer_config.json",
     }
     for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json", "LICENSE"):
-        assert (result.folder / name).read_bytes() == (source / name).read_bytes()
-    recipe = json.loads((result.folder / "provenance.json").read_text())
+        assert (result.target / name).read_bytes() == (source / name).read_bytes()
+    recipe = json.loads((result.target / "provenance.json").read_text())
     assert recipe["source"] == {"name": "source", "family": "llama"}
     assert recipe["gate"] == {
         "positions": ["attn_output"],
@@ -133,8 +133,8 @@ def test_the_folder_is_complete_and_says_how_it_was_made(source, tmp_path):
         "activation": "sigmoid",
         "start": "identity",
     }
-    assert str(tmp_path) not in (result.folder / "provenance.json").read_text()
-    with safe_open(result.folder / "model.safetensors", framework="pt") as file:
+    assert str(tmp_path) not in (result.target / "provenance.json").read_text()
+    with safe_open(result.target / "model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
 
 
@@ -151,20 +151,20 @@ from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
 print(type(model).__module__.split(".")[0], type(model).__name__)
 """
-    run = subprocess.run([sys.executable, "-c", code, str(result.folder)], capture_output=True, text=True, check=True)
+    run = subprocess.run([sys.executable, "-c", code, str(result.target)], capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["transformers_modules", "GatedQwenForCausalLM"]
 
 
 def test_shards_carry_an_index_that_adds_up(source, tmp_path):
     result = convert(source, tmp_path / "gated", max_shard_size="20KB")
-    index = json.loads((result.folder / "model.safetensors.index.json").read_text())
-    shards = sorted(path.name for path in result.folder.glob("*.safetensors"))
+    index = json.loads((result.target / "model.safetensors.index.json").read_text())
+    shards = sorted(path.name for path in result.target.glob("*.safetensors"))
     count = len(shards)
     assert count > 2 and shards == [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-    tensors = {name: tensor for shard in shards for name, tensor in load_file(result.folder / shard).items()}
+    tensors = {name: tensor for shard in shards for name, tensor in load_file(result.target / shard).items()}
     assert set(index["weight_map"]) == set(tensors)
     assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in tensors.values())
-    one_file = load_file(convert(source, tmp_path / "one").folder / "model.safetensors")
+    one_file = load_file(convert(source, tmp_path / "one").target / "model.safetensors")
     assert all(torch.equal(tensors[name], tensor) for name, tensor in one_file.items())
 
 
@@ -172,14 +172,14 @@ def test_a_sharded_source_gives_the_same_result(tmp_path):
     whole = ungated_folder(tmp_path / "whole", "qwen3")
     shards = ungated_folder(tmp_path / "shards", "qwen3", max_shard_size="10KB")
     assert (shards / "model.safetensors.index.json").exists()
-    results = [convert(folder, tmp_path / f"to-{folder.name}").folder for folder in (whole, shards)]
+    results = [convert(folder, tmp_path / f"to-{folder.name}").target for folder in (whole, shards)]
     one, other = (load_file(folder / "model.safetensors") for folder in results)
     assert set(one) == set(other) and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_a_tied_head_is_written_once(tmp_path):
     folder = ungated_folder(tmp_path / "source", "llama biased, tied, llama3 RoPE")
-    assert "lm_head.weight" not in load_file(convert(folder, tmp_path / "gated").folder / "model.safetensors")
+    assert "lm_head.weight" not in load_file(convert(folder, tmp_path / "gated").target / "model.safetensors")
 
 
 def test_overwriting_leaves_no_stale_shard(source, tmp_path):
@@ -190,7 +190,7 @@ def test_overwriting_leaves_no_stale_shard(source, tmp_path):
 
 def test_progress_counts_every_byte(source, tmp_path):
     totals, done = [], []
-    convert(source, tmp_path / "gated", start=totals.append, progress=done.append)
+    convert(source, tmp_path / "gated", begin=totals.append, progress=done.append)
     tensors = load_file(tmp_path / "gated" / "model.safetensors").values()
     assert totals == [sum(done)] == [sum(t.numel() * t.element_size() for t in tensors)]
 
@@ -329,17 +329,17 @@ BROKEN = {
     ),
     "unknown family": (
         lambda f: edit_config(f, model_type="gpt2"),
-        "'gpt2' cannot be given a gate.*llama, qwen2, qwen3",
+        "'gpt2' is not understood.*llama, qwen2, qwen3",
     ),
-    "no family": (lambda f: edit_config(f, model_type=None), "None cannot be given a gate"),
-    "gated already": (lambda f: edit_config(f, model_type="gated_qwen"), "has a gate already"),
+    "no family": (lambda f: edit_config(f, model_type=None), "None is not understood"),
+    "a gate that is not there": (lambda f: edit_config(f, model_type="gated_qwen"), "g_proj.weight is missing"),
     "official layout": (lambda f: edit_config(f, headwise_attn_output_gate=True), "headwise_attn_output_gate marks"),
     "Llama with MLP biases": (lambda f: edit_config(f, mlp_bias=True), "mlp_bias=True has no counterpart"),
     "quantised": (lambda f: edit_config(f, quantization_config={"quant_method": "gptq"}), "quantization_config"),
     "heads that do not divide": (lambda f: edit_config(f, num_key_value_heads=3), "num_key_value_heads"),
     "wrong type in the config": (
         lambda f: edit_config(f, hidden_size="wide"),
-        "config.json: not a valid Llama config",
+        "config.json: not a valid llama config",
     ),
 }
 

@@ -75,10 +75,10 @@ def test_a_gguf_file_becomes_a_gated_model_with_the_same_logits(architecture, tm
     before = AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file=path.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
     )
-    after = GatedQwenForCausalLM.from_pretrained(result.folder)
+    after = GatedQwenForCausalLM.from_pretrained(result.target)
     with torch.no_grad():
         assert torch.equal(before(tokens(2, 12)).logits, after(tokens(2, 12)).logits)
-    assert AutoTokenizer.from_pretrained(result.folder)("345")["input_ids"] == [5, 6, 7]
+    assert AutoTokenizer.from_pretrained(result.target)("345")["input_ids"] == [5, 6, 7]
 
 
 def test_a_folder_with_one_gguf_file_is_read_and_with_two_is_ambiguous(tmp_path):

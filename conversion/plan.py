@@ -1,0 +1,99 @@
+"""A planned tensor: what it will be and how it is made, before anything is read."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from gated_qwen.conversion.checkpoint import DTYPE_BYTES, FLOAT_DTYPES, Checkpoint, CheckpointError, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """A tensor to be written: name, dtype as safetensors writes it, shape, the rule in words, and how it is made.
+
+    `copy_of` names the region of a file that holds the tensor's bytes unchanged, where there is one.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    rule: str
+    make: Callable[[], "torch.Tensor"]
+    sources: tuple[str, ...] = ()
+    copy_of: TensorInfo | None = None
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * DTYPE_BYTES[self.dtype]
+
+    def renamed(self, name: str) -> "PlannedTensor":
+        """The same tensor under another name."""
+        return replace(self, name=name)
+
+    def as_dtype(self, dtype: str) -> "PlannedTensor":
+        """The tensor rounded to another floating-point dtype."""
+        if dtype == self.dtype:
+            return self
+        rule = f"{self.rule}, as {dtype}"
+        return replace(self, dtype=dtype, rule=rule, make=partial(_cast, self.make, dtype), copy_of=None)
+
+
+def copied(checkpoint: Checkpoint, source: str, name: str | None = None) -> PlannedTensor:
+    """A tensor of the source, bit for bit."""
+    info = checkpoint.tensors[source]
+    make = partial(checkpoint.load, source)
+    return PlannedTensor(name or source, info.dtype, info.shape, "copy", make, (source,), info)
+
+
+def derived(
+    name: str,
+    sources: "tuple[PlannedTensor, ...]",
+    function: Callable[..., "torch.Tensor"],
+    rule: str,
+    shape: tuple[int, ...] | None = None,
+) -> PlannedTensor:
+    """A tensor computed from others by a pure function; dtype, and shape when not given, are those of the first."""
+    first = sources[0]
+    names = tuple(source for planned in sources for source in planned.sources)
+    make = partial(_apply, name, function, sources)
+    return PlannedTensor(name, first.dtype, shape or first.shape, rule, make, names)
+
+
+def filled(name: str, dtype: str, shape: tuple[int, ...], value: float = 0.0) -> PlannedTensor:
+    """A tensor that holds one value."""
+    rule = "zeros" if value == 0 else f"all {value:g}"
+    return PlannedTensor(name, dtype, shape, rule, partial(_full, shape, dtype, value))
+
+
+def torch_dtype(dtype: str) -> "torch.dtype":
+    """torch's dtype for safetensors' name of a floating-point dtype, e.g. `"BF16"`."""
+    import torch
+
+    result: torch.dtype = getattr(torch, FLOAT_DTYPES[dtype])
+    return result
+
+
+def _apply(name: str, function: Callable[..., "torch.Tensor"], sources: tuple[PlannedTensor, ...]) -> "torch.Tensor":
+    try:
+        return function(*(planned.make() for planned in sources))
+    except OverflowError as error:
+        raise CheckpointError(f"tensor {name}: {error}") from error
+
+
+def _cast(make: Callable[[], "torch.Tensor"], dtype: str) -> "torch.Tensor":
+    return make().to(torch_dtype(dtype))
+
+
+def _full(shape: tuple[int, ...], dtype: str, value: float) -> "torch.Tensor":
+    import torch
+
+    return torch.full(shape, value, dtype=torch_dtype(dtype))

@@ -1,0 +1,279 @@
+"""Reading any source as a gated model in our names: nothing is read until a tensor is made."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gated_qwen
+from gated_qwen.configuration.configuration_gated_qwen import GATE_GRANULARITIES, GatedQwenConfig
+from gated_qwen.conversion import layouts, norms, retrofit
+from gated_qwen.conversion.checkpoint import FLOAT_DTYPES, Checkpoint, CheckpointError
+from gated_qwen.conversion.families import (
+    FAMILIES,
+    config_object,
+    detect_source,
+    shared_fields,
+    ungated_fields,
+)
+from gated_qwen.conversion.plan import PlannedTensor, copied, derived
+
+# Buffers that old releases saved and every version recomputes.
+RECOMPUTED = ("rotary_emb.inv_freq",)
+NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
+
+
+@dataclass(frozen=True)
+class GatedCheckpoint:
+    """A gated model as it will be, in our config and our names; `recipe` says how it came about."""
+
+    config: GatedQwenConfig
+    tensors: Mapping[str, PlannedTensor]
+    family: str
+    side_files: list[Path]
+    recipe: dict[str, Any]
+    warnings: list[str] = field(default_factory=list)
+
+
+def read_gated(
+    checkpoint: Checkpoint,
+    *,
+    family: str | None = None,
+    gate: str | None = None,
+    start: str = "identity",
+    seed: int = 0,
+) -> GatedCheckpoint:
+    """Reads a checkpoint of any known family as a gated model.
+
+    Args:
+        checkpoint: an open checkpoint.
+        family: `"gated_qwen"`, `"official"`, `"qwen3_next"`, `"qwen3_5"` or an ungated family; None detects it.
+        gate: for an ungated source, `"headwise"` (None too) or `"elementwise"`.
+        start: for an ungated source, `"identity"`, `"open"` or `"random"`.
+        seed: of a random start.
+
+    Raises:
+        CheckpointError: naming the file, field or tensor that stands in the way.
+    """
+    family = family or detect_source(checkpoint.config)
+    if checkpoint.config.get("quantization_config"):
+        raise CheckpointError(
+            "config.json: quantization_config: quantised weights are not converted; dequantise first"
+        )
+    if family not in FAMILIES and gate is not None:
+        raise CheckpointError(f"config.json: the source ({family}) has a gate already, so no {gate} gate can be added")
+    if family == "gated_qwen":
+        return _read_ours(checkpoint)
+    if family == "official":
+        return _read_official(checkpoint)
+    if family in ("qwen3_next", "qwen3_5"):
+        return _read_native(checkpoint, family)
+    return _read_ungated(checkpoint, family, gate or "headwise", start, seed)
+
+
+def _read_ours(checkpoint: Checkpoint) -> GatedCheckpoint:
+    fields = {name: value for name, value in checkpoint.config.items() if name not in ("auto_map", "model_type")}
+    config = GatedQwenConfig(**fields)
+    tensors = {
+        name: _source(checkpoint, name, shape) for name, shape in _expected(checkpoint, config, {}, set()).items()
+    }
+    return GatedCheckpoint(config, tensors, "gated_qwen", checkpoint.side_files(), {"gate": "as in the source"})
+
+
+def _read_ungated(checkpoint: Checkpoint, family: str, gate: str, start: str, seed: int) -> GatedCheckpoint:
+    if gate not in GATE_GRANULARITIES:
+        raise ValueError(f"gate {gate!r} is not known; choose one of {', '.join(GATE_GRANULARITIES)}")
+    if start not in retrofit.STARTS:
+        raise ValueError(f"start {start!r} is not known; choose one of {', '.join(retrofit.STARTS)}")
+    fields = {**ungated_fields(checkpoint.config, family), "gate_positions": ["attn_output"], "gate_granularity": gate}
+    if start != "random":
+        fields["gate_initializer_range"] = 0.0  # gate weights that are missing at load time are zeros as well
+    config = GatedQwenConfig(**fields, gate_bias=start == "open")
+    expected = _expected(checkpoint, config, {}, {name for name in _shapes(config) if "self_attn.g_proj." in name})
+    tensors = {}
+    for name, shape in expected.items():
+        if "self_attn.g_proj." in name:
+            like = checkpoint.tensors[name.rpartition("g_proj.")[0] + "o_proj.weight"].dtype
+            tensors[name] = retrofit.gate_tensor(name, like, shape, start, config.initializer_range, seed)
+            continue
+        tensor = _source(checkpoint, name, shape)
+        if name.endswith(retrofit.DOUBLED) and start != "open":
+            tensor = derived(name, (tensor,), retrofit.double, "twice")
+        tensors[name] = tensor
+    recipe = {
+        "gate": {"positions": ["attn_output"], "granularity": gate, "activation": "sigmoid", "start": start},
+        "rules": retrofit.RULES[start],
+    }
+    if start == "random":
+        recipe["seed"] = seed
+    return GatedCheckpoint(config, tensors, family, checkpoint.side_files(), recipe, list(retrofit.WARNINGS[start]))
+
+
+def _read_official(checkpoint: Checkpoint) -> GatedCheckpoint:
+    """Splits the fused q_proj of the paper's release; its flags are read, never assumed."""
+    config = checkpoint.config
+    granularities = [name for name in GATE_GRANULARITIES if config.get(f"{name}_attn_output_gate")]
+    if len(granularities) != 1:
+        raise CheckpointError(
+            "config.json: one of headwise_attn_output_gate and elementwise_attn_output_gate must be true, but "
+            f"{len(granularities)} are; a gate has one granularity"
+        )
+    for flag in ("qkv_bias", "use_qk_norm"):
+        if not isinstance(config.get(flag), bool):
+            raise CheckpointError(
+                f"config.json: {flag} is {config.get(flag)!r}; the official layout needs true or false"
+            )
+    # The official code reads qkv_bias for q, k, v and o, and ignores attention_bias.
+    fields = {
+        **ungated_fields({**config, "attention_bias": config["qkv_bias"]}, "qwen3"),
+        "use_qk_norm": config["use_qk_norm"],
+        "gate_positions": ["attn_output"],
+        "gate_granularity": granularities[0],
+        "gate_bias": config["qkv_bias"],
+    }
+    return _split(checkpoint, GatedQwenConfig(**fields), layouts.official_rows, "official", {})
+
+
+def _read_native(checkpoint: Checkpoint, family: str) -> GatedCheckpoint:
+    """Splits the fused q_proj of a Qwen3-Next or Qwen3.5 text model whose layers are all full attention."""
+    text = checkpoint.config.get("text_config") or checkpoint.config
+    filled_in = config_object(text, {"qwen3_next": "qwen3_next", "qwen3_5": "qwen3_5_text"}[family])
+    layer_types = list(filled_in.layer_types)
+    identity = _identity_layer(checkpoint, layer_types)
+    kept = len(layer_types) - (identity is not None)
+    if other := sorted(set(layer_types[:kept]) - {"full_attention"}):
+        raise CheckpointError(f"config.json: layer_types has {other[0]}; only models of full attention are converted")
+    if family == "qwen3_next" and any(".mlp.experts." in name for name in checkpoint.tensors):
+        raise CheckpointError("config.json: this Qwen3-Next model has experts; only dense models are converted")
+    rope = dict(filled_in.rope_parameters)
+    if rope.pop("partial_rotary_factor", 0.25) != 1.0:
+        raise CheckpointError("config.json: partial_rotary_factor is not 1.0: part of each head is not rotated")
+    for name in ("mrope_section", "mrope_interleaved"):  # for images; text has one position in all sections
+        rope.pop(name, None)
+    fields = {
+        **shared_fields(filled_in),
+        "head_dim": filled_in.head_dim,
+        "num_hidden_layers": kept,
+        "attention_bias": filled_in.attention_bias,
+        "gate_bias": filled_in.attention_bias,
+        "rope_parameters": rope,
+        "gate_positions": ["attn_output"],
+        "gate_granularity": "elementwise",
+    }
+    prefix = (
+        "model.language_model." if any(n.startswith("model.language_model.") for n in checkpoint.tensors) else "model."
+    )
+    names = {
+        name: name.replace("model.", prefix, 1) for name in _shapes(GatedQwenConfig(**fields)) if prefix != "model."
+    }
+    source = _split(checkpoint, GatedQwenConfig(**fields), layouts.native_rows, family, names, identity)
+    tensors = {
+        name: derived(name, (tensor,), norms.unshift, "plus 1") if is_norm(name) else tensor
+        for name, tensor in source.tensors.items()
+    }
+    return GatedCheckpoint(source.config, tensors, family, source.side_files, source.recipe, source.warnings)
+
+
+def _split(
+    checkpoint: Checkpoint,
+    config: GatedQwenConfig,
+    rows_of: Any,
+    family: str,
+    names: dict[str, str],
+    dropped: str | None = None,
+) -> GatedCheckpoint:
+    rows = rows_of(heads_of(config))
+    gates = {name for name in _shapes(config) if ".self_attn.g_proj." in name}
+    tensors = {}
+    for name, shape in _expected(checkpoint, config, names, gates, dropped).items():
+        part = name.rpartition("self_attn.")[2]
+        if part.startswith(("q_proj.", "g_proj.")):
+            fused_name = name.replace(".g_proj.", ".q_proj.")
+            fused_shape = (len(rows[0]) + len(rows[1]), *shape[1:])
+            fused = _source(checkpoint, fused_name, fused_shape, names)
+            function = layouts.query_part if part.startswith("q_proj.") else layouts.gate_part
+            which = "query" if part.startswith("q_proj.") else "gate"
+            rule = f"{which} rows of the fused projection ({family})"
+            tensors[name] = derived(name, (fused,), partial(function, rows=rows), rule, shape)
+        else:
+            tensors[name] = _source(checkpoint, name, shape, names)
+    recipe = {"gate": {"positions": ["attn_output"], "granularity": config.gate_granularity}, "layout": family}
+    return GatedCheckpoint(config, tensors, family, checkpoint.side_files(), recipe)
+
+
+def heads_of(config: GatedQwenConfig) -> layouts.Heads:
+    return layouts.Heads(
+        config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.gate_granularity
+    )
+
+
+def is_norm(name: str) -> bool:
+    return name == "model.norm.weight" or name.removesuffix(".weight").endswith(NORMS)
+
+
+def _identity_layer(checkpoint: Checkpoint, layer_types: list[str]) -> str | None:
+    """The name prefix of a last linear-attention layer that adds nothing, as our exports append it, or None."""
+    if not layer_types or layer_types[-1] != "linear_attention":
+        return None
+    prefix = f"layers.{len(layer_types) - 1}."
+    outputs = [
+        name
+        for name in checkpoint.tensors
+        if prefix in name and name.endswith(("out_proj.weight", "down_proj.weight"))
+    ]
+    if len(outputs) != 2 or any(bool(checkpoint.load(name).any()) for name in outputs):
+        return None
+    return prefix
+
+
+def _shapes(config: GatedQwenConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the gated model, by name; a tied head is not one of its own."""
+    import torch
+
+    with torch.device("meta"):
+        model = gated_qwen.GatedQwenForCausalLM(config)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        del shapes["lm_head.weight"]
+    return shapes
+
+
+def _expected(
+    checkpoint: Checkpoint,
+    config: GatedQwenConfig,
+    names: dict[str, str],
+    made: set[str],
+    dropped: str | None = None,
+) -> dict[str, tuple[int, ...]]:
+    """The gated model's tensors, after checking that the source has them and nothing else.
+
+    `names` maps ours to the source's where they differ; `made` are not in the source; a `dropped` prefix is ignored.
+    """
+    shapes = _shapes(config)
+    found = {name for name in checkpoint.tensors if not name.endswith(RECOMPUTED)}
+    if dropped is not None:
+        found = {name for name in found if dropped not in name}
+    if config.tie_word_embeddings:
+        found.discard("lm_head.weight")  # the same tensor under a second name
+    wanted = {names.get(name, name) for name in shapes if name not in made}
+    if unknown := sorted(found - wanted):
+        file = checkpoint.tensors[unknown[0]].file.name
+        raise CheckpointError(f"{file}: tensor {unknown[0]} has no place in a causal language model of this family")
+    if missing := sorted(wanted - found):
+        raise CheckpointError(f"{checkpoint.folder}: tensor {missing[0]} is missing")
+    return shapes
+
+
+def _source(
+    checkpoint: Checkpoint, name: str, shape: tuple[int, ...], names: dict[str, str] | None = None
+) -> PlannedTensor:
+    source = (names or {}).get(name, name)
+    info = checkpoint.tensors[source]
+    if info.shape != shape:
+        raise CheckpointError(
+            f"{info.file.name}: tensor {source} has shape {info.shape}, config.json asks for {shape}"
+        )
+    if info.dtype not in FLOAT_DTYPES:
+        raise CheckpointError(f"{info.file.name}: tensor {source} is {info.dtype}; dequantise the weights first")
+    return copied(checkpoint, source, name)
