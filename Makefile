@@ -4,13 +4,17 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
 
-.PHONY: demo test lint types bench clean
+.PHONY: demo test test-llamacpp lint types bench clean
 
 demo: $(INSTALLED)  ## give the real SmolLM2-135M a gate and check every claim about it
 	$(BIN)/gated-qwen demo --overwrite
 
 test: $(INSTALLED)  ## the whole suite
 	$(BIN)/python -m pytest
+
+test-llamacpp: $(INSTALLED)  ## GGUF export against the real llama.cpp
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[llamacpp]"
+	$(BIN)/python -m pytest tests/llamacpp
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

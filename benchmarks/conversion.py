@@ -1,10 +1,11 @@
 """Conversion: throughput against copying the same folder, and time and memory against loading and saving.
 
 A synthetic bf16 checkpoint is converted to the official layout (every attention fused, the rest copied) and to our own
-(all copied), in turn with `cp -r` of the same folder and the page cache warm. Ratios are medians over rounds. `sync` runs
-before each timing and within it, since a conversion syncs its files to disk before it gives them their name.
+(all copied), in turn with `cp -r` of the same folder and the page cache warm. Ratios are medians over rounds. `sync`
+runs before each timing and within it, since a conversion syncs its files to disk before it gives them their name. The
+time of a conversion is that of the call, without starting Python.
 
-    python benchmarks/conversion.py [--gigabytes 4] [--rounds 5] [--folder FOLDER] [--out benchmarks/results/conversion.json]
+    python benchmarks/conversion.py [--gigabytes 4] [--rounds 5] [--folder FOLDER] [--out FILE]
 """
 
 import argparse
@@ -18,14 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-CODE = {
-    "convert to official": "from gated_qwen.conversion.convert import convert; convert({source!r}, {target!r}, to='official')",
-    "convert to gated_qwen": "from gated_qwen.conversion.convert import convert; convert({source!r}, {target!r})",
-    "load and save_pretrained": (
-        "import torch, gated_qwen; m = gated_qwen.GatedQwenForCausalLM.from_pretrained({source!r}, dtype='auto'); "
-        "m.save_pretrained({target!r}, max_shard_size='500MB')"
-    ),
-}
+JOBS = ("cp -r", "convert to official", "convert to gated_qwen", "load and save_pretrained")
 IN_PROCESS = """
 import json, os, sys, time
 from pathlib import Path
@@ -102,11 +96,10 @@ def main() -> None:
             [sys.executable, __file__, "--gigabytes", str(options.gigabytes), "--folder", str(work), "--make"],
             check=True,
         )
-    size = sum(path.stat().st_size for path in source.iterdir())
-    jobs = ["cp -r", *CODE]
-    rounds: dict[str, list[dict[str, float]]] = {job: [] for job in jobs}
+    sizes = [path.stat().st_size for path in source.glob("*.safetensors")]
+    rounds: dict[str, list[dict[str, float]]] = {job: [] for job in JOBS}
     for round_ in range(options.rounds + 1):
-        for job in jobs:
+        for job in JOBS:
             for path in source.iterdir():
                 path.read_bytes()  # the page cache is warm
             os.sync()
@@ -117,7 +110,7 @@ def main() -> None:
                 rounds[job].append(figures)
                 print(round_, job, {name: round(value, 2) for name, value in figures.items()}, flush=True)
     summary = {}
-    for job in jobs:
+    for job in JOBS:
         ratios = [a["seconds"] / b["seconds"] for a, b in zip(rounds["cp -r"], rounds[job], strict=True)]
         summary[job] = {
             "median seconds": statistics.median(r["seconds"] for r in rounds[job]),
@@ -125,8 +118,8 @@ def main() -> None:
             "peak growth, bytes": max(r.get("peak growth", 0) for r in rounds[job]),
         }
     result = {
-        "bytes": size,
-        "largest shard": max(p.stat().st_size for p in source.glob("*.safetensors")),
+        "bytes": sum(sizes),
+        "largest shard": max(sizes),
         "jobs": summary,
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)

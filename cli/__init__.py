@@ -8,6 +8,7 @@ import typer
 from gated_qwen.cli import console
 from gated_qwen.cli.convert import convert
 from gated_qwen.cli.demo import demo
+from gated_qwen.cli.extend import extend
 from gated_qwen.cli.inspect import inspect
 from gated_qwen.cli.new import new
 
@@ -17,7 +18,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in (new, inspect, convert, demo):
+for verb in (new, inspect, convert, extend, demo):
     app.command()(verb)
 
 

@@ -33,7 +33,7 @@ def convert(
     ] = False,
     max_shard_size: Annotated[str, typer.Option(help="Of the weight files, e.g. 5GB.")] = "5GB",
     verify: Annotated[bool, typer.Option("--verify", help="Compare source and result before finishing.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what every tensor would be; write nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what every tensor would be, no more.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a non-empty TARGET.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:

@@ -4,6 +4,7 @@ A factor on the SDPA output is a factor on the columns of `o_proj`; on queries, 
 one on the rows (and the bias) of the projection that makes them.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,7 @@ def _scaled(
     from gated_qwen.modeling_gated_qwen import GATE_FUNCTIONS
 
     raw = score if score.ndim == 1 else score[:, 0] * 0  # a projection of zeros scores 0
-    factor = GATE_FUNCTIONS[activation](raw.double()).repeat_interleave(length // raw.shape[0])
+    function: Callable[[torch.Tensor], torch.Tensor] = GATE_FUNCTIONS[activation]  # type: ignore[assignment]
+    factor = function(raw.double()).repeat_interleave(length // raw.shape[0])
     scale = factor if columns else factor.reshape(-1, *[1] * (projection.ndim - 1))
     return (projection.double() * scale).to(projection.dtype)

@@ -133,7 +133,7 @@ def convert(
         verification = None
         if not dry_run:
             if begin is not None:
-                begin(sum(tensor.nbytes for tensor in output.tensors))
+                begin(sum(tensor.nbytes for tensor in (gated.tensors.values() if to == "gguf" else output.tensors)))
             recipe = _recipe(source_path.name, gated, to, dtype)
             if to == "gguf":
                 write_gguf_file(target_path, gated, gguf_type, source_path.name, progress)

@@ -1,6 +1,7 @@
-"""Writing a model folder once and whole: built beside its place, synced to disk, then renamed."""
+"""Writing a model folder, or file, once and whole: built beside its place, synced to disk, then renamed."""
 
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -37,6 +38,8 @@ def atomic_folder(target: str | os.PathLike[str], *, overwrite: bool = False) ->
         umask = _umask()
         temporary.chmod(0o777 & ~umask)  # mkdtemp makes the folder private, and safetensors its files
         for path in temporary.rglob("*"):
+            if path.is_file() and path.stat().st_nlink > 1:
+                continue  # a hard link shares its mode, and its place on disk, with a file that is not ours to change
             path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
             _sync(path)
         _sync(temporary)
@@ -51,6 +54,30 @@ def atomic_folder(target: str | os.PathLike[str], *, overwrite: bool = False) ->
         _sync(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def atomic_file(target: Path) -> Iterator[Path]:
+    """Yields a name beside `target`; what lies there when the block ends without an exception becomes `target`.
+
+    An exception, or a kill, leaves `target` as it was. The parent folder is created when missing.
+
+    Example:
+        >>> with atomic_file(tmp / "model.gguf") as file:
+        ...     _ = file.write_bytes(b"GGUF")
+        >>> [path.name for path in tmp.glob("*model.gguf*")]
+        ['model.gguf']
+    """
+    target = Path(target).absolute()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
+    try:
+        yield temporary
+        _sync(temporary)
+        os.replace(temporary, target)
+        _sync(target.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def check_target(target: str | os.PathLike[str], *, overwrite: bool = False) -> None:

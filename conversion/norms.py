@@ -36,8 +36,8 @@ def fold_factors(weight: "torch.Tensor") -> "torch.Tensor":
 
     Example:
         >>> import torch
-        >>> fold_factors(torch.tensor([1.5, 0.3, -0.3, 0.0]))
-        tensor([ 1.0000,  0.2500, -0.2500,  1.0000])
+        >>> fold_factors(torch.tensor([1.5, 0.1, -0.3, 0.0], dtype=torch.bfloat16)).tolist()
+        [1.0, 0.0625, -0.25, 1.0]
     """
     import torch
 

@@ -202,9 +202,11 @@ def _split(
     return GatedCheckpoint(config, tensors, family, checkpoint.side_files(), recipe)
 
 
-def heads_of(config: GatedQwenConfig) -> layouts.Heads:
+def heads_of(config: GatedQwenConfig, granularity: str | None = None) -> layouts.Heads:
+    """The shape that a layout depends on; `granularity` is the config's unless said."""
+    key_value = int(config.num_key_value_heads or config.num_attention_heads)
     return layouts.Heads(
-        config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.gate_granularity
+        config.num_attention_heads, key_value, config.head_dim, granularity or config.gate_granularity
     )
 
 

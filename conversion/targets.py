@@ -104,7 +104,7 @@ def _base_config(source: GatedCheckpoint) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "rope_theta": config.rope_theta,
         "rope_scaling": config.to_dict()["rope_scaling"],
-        "rope_parameters": dict(config.rope_parameters),
+        "rope_parameters": dict(config.rope_parameters or {}),
     }
 
 
@@ -173,8 +173,7 @@ def _official(source: GatedCheckpoint) -> Output:
 
 def _native(source: GatedCheckpoint, target: str, identity_layer: bool) -> Output:
     config = source.config
-    heads = layouts.Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim, "elementwise")
-    rows = layouts.native_rows(heads)
+    rows = layouts.native_rows(heads_of(config, "elementwise"))
     with_bias = _any_bias(config)
     folded = _folded(source)
 

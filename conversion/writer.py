@@ -155,7 +155,7 @@ def _write_tensor(tensor: PlannedTensor, target: int, place: int) -> bool:
     made = tensor.make().contiguous()
     if made.shape != tensor.shape:
         raise CheckpointError(f"tensor {tensor.name}: made with shape {tuple(made.shape)}, planned {tensor.shape}")
-    _write_all(target, memoryview(made.reshape(-1).view(torch.uint8).numpy()), place)
+    _write_all(target, made.reshape(-1).view(torch.uint8).numpy().data, place)
     return holds_nan(made)
 
 
@@ -171,7 +171,10 @@ def _write_all(target: int, content: memoryview, place: int) -> None:
 
 
 def write_description(
-    folder: Path, config: "GatedQwenConfig", side_files: Iterable[Path], provenance: dict[str, Any]
+    folder: Path,
+    config: "GatedQwenConfig | dict[str, Any]",
+    side_files: Iterable[Path],
+    provenance: dict[str, Any],
 ) -> None:
     """Writes all that stands beside the weights: side files, generation config, remote code, provenance, config.json.
 

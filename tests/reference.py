@@ -20,7 +20,7 @@ def linear(x, weights, name):
 
 
 def rotate(x, base):
-    """RoPE (arXiv 2104.09864) in the half-split form: x (T, D); position t turns the pair (i, i + D/2) by t / base^(2i/D)."""
+    """RoPE (arXiv 2104.09864), half-split: in x (T, D) position t turns the pair (i, i + D/2) by t / base^(2i/D)."""
     length, dim = x.shape
     out = torch.empty_like(x)
     for t in range(length):

@@ -30,7 +30,8 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
 def test_the_commands_of_a_page_run(page, tmp_path):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "HF_MODULES_CACHE": str(tmp_path / "modules"), "PYTHONWARNINGS": "ignore"}
+    modules = str(tmp_path / "modules")
+    environment = {**os.environ, "PATH": path, "HF_MODULES_CACHE": modules, "PYTHONWARNINGS": "ignore"}
     ungated_folder(tmp_path / "my-llama", "llama")  # stands for the reader's own model
     for language, code in blocks(page):
         command = ["bash", "-euo", "pipefail", "-c", code] if language == "bash" else [sys.executable, "-c", code]

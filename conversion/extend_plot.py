@@ -1,0 +1,73 @@
+"""A picture of the frequency ramp: what each rotary frequency was and is, and how far it was interpolated."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from gated_qwen.configuration.frequencies import rope_frequencies
+from gated_qwen.configuration.rope_schema import read_length, read_rope
+
+SUFFIXES = (".png", ".svg", ".pdf")
+
+
+def check_plot(file: str | os.PathLike[str]) -> None:
+    """Refuses a picture that cannot be drawn, before any work is done.
+
+    Raises:
+        ValueError: the file's ending is not one of `SUFFIXES`, or matplotlib is missing.
+        FileNotFoundError: its folder does not exist.
+    """
+    file = Path(file)
+    if file.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"{file}: the picture's ending must be one of {', '.join(SUFFIXES)}")
+    if not file.absolute().parent.is_dir():
+        raise FileNotFoundError(f"{file.parent}: no such folder for the picture")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ValueError(f"{file}: drawing needs matplotlib: pip install 'gated-qwen[plot]'") from None
+
+
+def plot_frequencies(before: dict[str, Any], after: dict[str, Any], file: str | os.PathLike[str]) -> None:
+    """Draws wavelengths before and after a change, and the share of interpolation, over the frequency's index.
+
+    Args:
+        before: the content of config.json as it was.
+        after: the same as it is.
+        file: where to write; the ending says how.
+
+    Raises:
+        ValueError, FileNotFoundError: as `check_plot`.
+    """
+    check_plot(file)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    was, now = rope_frequencies(before), rope_frequencies(after)
+    index = range(len(now.inv_freq))
+    top.plot(range(len(was.inv_freq)), was.wavelengths, ".-", color="0.6", label=_title(before))
+    top.plot(index, now.wavelengths, ".-", color="tab:blue", label=_title(after))
+    longest = read_length(after)
+    lengths = sorted({read_rope(after).get("original_max_position_embeddings") or longest, longest})
+    for length, style in zip(lengths, ("--", ":"), strict=False):
+        top.axhline(length, color="tab:red", linestyle=style, linewidth=1, label=f"{length:,} tokens")
+    top.set_yscale("log")
+    top.set_ylabel("wavelength (tokens)")
+    top.legend(loc="upper left", fontsize="small")
+    bottom.bar(index, now.interpolated_share, width=1.0, color="tab:blue", alpha=0.6)
+    bottom.set_ylim(0, 1.05)
+    bottom.set_ylabel("interpolated")
+    bottom.set_xlabel(
+        f"frequency, fast to slow: {now.kept} kept, {now.blended} blended, {now.interpolated} interpolated; "
+        f"attention factor {now.attention_factor:.4f}"
+    )
+    figure.savefig(file, dpi=130)
+
+
+def _title(config: dict[str, Any]) -> str:
+    rope = read_rope(config)
+    scaling = "unscaled" if rope["rope_type"] == "default" else f"{rope['rope_type']} x {rope.get('factor', 1.0):g}"
+    return f"base {rope['rope_theta']:,.0f}, {scaling}"

@@ -1,0 +1,235 @@
+"""What a GGUF file of a gated model holds: llama.cpp's `qwen35` architecture, its keys and its tensors.
+
+That architecture is Qwen3.5's text model: q, k norm, rotary embedding, attention, sigmoid gate, no biases. It keeps
+query and gate rows in one matrix, head by head (`native_rows`), and norm weights as they are. It also insists on at
+least one linear-attention layer, so one is appended whose weights are all zero: it adds exactly zero to the residual.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from gated_qwen.conversion.layouts import Heads, fuse, native_rows, repeat_headwise
+from gated_qwen.conversion.plan import PlannedTensor, derived, filled
+
+if TYPE_CHECKING:
+    import torch
+
+    from gated_qwen.configuration.configuration_gated_qwen import GatedQwenConfig
+
+ARCHITECTURE = "qwen35"
+
+# Our names on the left, GGUF's on the right; %d is the layer.
+MODEL_TENSORS = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",  # absent when tied
+}
+LAYER_TENSORS = {
+    "model.layers.%d.input_layernorm.weight": "blk.%d.attn_norm.weight",
+    "model.layers.%d.self_attn.k_proj.weight": "blk.%d.attn_k.weight",
+    "model.layers.%d.self_attn.v_proj.weight": "blk.%d.attn_v.weight",
+    "model.layers.%d.self_attn.q_norm.weight": "blk.%d.attn_q_norm.weight",
+    "model.layers.%d.self_attn.k_norm.weight": "blk.%d.attn_k_norm.weight",
+    "model.layers.%d.self_attn.o_proj.weight": "blk.%d.attn_output.weight",
+    "model.layers.%d.post_attention_layernorm.weight": "blk.%d.post_attention_norm.weight",
+    "model.layers.%d.mlp.gate_proj.weight": "blk.%d.ffn_gate.weight",
+    "model.layers.%d.mlp.up_proj.weight": "blk.%d.ffn_up.weight",
+    "model.layers.%d.mlp.down_proj.weight": "blk.%d.ffn_down.weight",
+}
+QUERY_TENSOR = "model.layers.%d.self_attn.q_proj.weight"
+GATE_TENSOR = "model.layers.%d.self_attn.g_proj.weight"
+FUSED_TENSOR = "blk.%d.attn_q.weight"
+
+# The linear attention of the appended layer: one head of Qwen3.5's size, which every backend's kernel takes.
+SSM_HEAD_DIM = 128
+SSM_CONV_KERNEL = 4
+
+# The one value of each field that llama.cpp computes.
+HOLDABLE_FIELDS = {
+    "gate_positions": ["attn_output"],
+    "gate_activation": "sigmoid",
+    "gate_operation": "multiply",
+    "gate_input": "hidden_states",
+    "gate_head_shared": False,
+    "gate_bias": False,
+    "attention_bias": False,
+    "attn_output_norm": False,
+    "attn_output_activation": None,
+    "sandwich_norm": False,
+    "use_qk_norm": True,
+    "hidden_act": "silu",
+}
+ROPE_TYPES = ("default", "linear", "yarn")
+YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}  # there are keys for them, which llama.cpp's `qwen35` does not read
+
+
+def check_gguf(config: "GatedQwenConfig") -> None:
+    """Checks that llama.cpp can hold a model, from its config alone.
+
+    Args:
+        config: the gated model's config.
+
+    Raises:
+        ValueError: naming every field that GGUF cannot hold, its value and why.
+
+    Example:
+        >>> from gated_qwen import GatedQwenConfig
+        >>> check_gguf(GatedQwenConfig(gate_granularity="headwise"))
+        >>> check_gguf(GatedQwenConfig(gate_activation="silu"))
+        Traceback (most recent call last):
+        ValueError: GGUF cannot hold this model: gate_activation='silu' (llama.cpp has 'sigmoid')
+    """
+    found = [
+        f"{field}={getattr(config, field)!r} (llama.cpp has {value!r})"
+        for field, value in HOLDABLE_FIELDS.items()
+        if getattr(config, field) != value
+    ]
+    if config.gate_input_channels not in (None, config.hidden_size):
+        found.append(f"gate_input_channels={config.gate_input_channels} (llama.cpp's gate reads every channel)")
+    if config.attention_out_bias:
+        found.append("attention_out_bias=True (llama.cpp has no bias there)")
+    if "sliding_attention" in (config.layer_types or []):
+        found.append("layer_types with 'sliding_attention' (llama.cpp attends to every position)")
+    rope = cast("dict[str, Any]", config.rope_parameters)
+    if rope["rope_type"] not in ROPE_TYPES:
+        found.append(f"rope_type={rope['rope_type']!r} (llama.cpp has {', '.join(ROPE_TYPES)} here)")
+    if rope["rope_type"] == "yarn" and not rope.get("truncate", True):
+        found.append("truncate=False (llama.cpp's YaRN rounds the correction range)")
+    for name, value in YARN_BETAS.items():
+        if rope["rope_type"] == "yarn" and (rope.get(name) or value) != value:
+            found.append(f"{name}={rope[name]} (llama.cpp has {value} for this architecture)")
+    if found:
+        raise ValueError(f"GGUF cannot hold this model: {'; '.join(found)}")
+
+
+def gguf_keys(config: "GatedQwenConfig") -> dict[str, Any]:
+    """The keys that describe the architecture, with `qwen35.` before each name.
+
+    Returns:
+        Name to value: int, float, or a list of int or bool. Lengths and dimensions are in tokens and channels.
+
+    Example:
+        >>> from gated_qwen import GatedQwenConfig
+        >>> keys = gguf_keys(GatedQwenConfig(num_hidden_layers=2, head_dim=128))
+        >>> keys["qwen35.block_count"], keys["qwen35.attention.recurrent_layers"]
+        (3, [False, False, True])
+        >>> keys["qwen35.rope.dimension_sections"]
+        [22, 21, 21, 0]
+    """
+    half = config.head_dim // 2
+    keys: dict[str, Any] = {
+        "block_count": config.num_hidden_layers + 1,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "attention.recurrent_layers": [False] * config.num_hidden_layers + [True],
+        "rope.dimension_count": config.head_dim,
+        # Multimodal RoPE interleaves the pairs of time, height and width. Text has one position for the three, and a
+        # fourth that is always 0: no pair may be left to it.
+        "rope.dimension_sections": [(half + 2) // 3, (half + 1) // 3, half // 3, 0],
+        **rope_keys(config),
+        "ssm.conv_kernel": SSM_CONV_KERNEL,
+        "ssm.state_size": SSM_HEAD_DIM,
+        "ssm.inner_size": SSM_HEAD_DIM,
+        "ssm.group_count": 1,
+        "ssm.time_step_rank": 1,
+    }
+    return {f"{ARCHITECTURE}.{name}": value for name, value in keys.items()}
+
+
+def rope_keys(config: "GatedQwenConfig") -> dict[str, Any]:
+    """The RoPE base and scaling, under `rope.`.
+
+    llama.cpp multiplies YaRN's cos and sin by its own 0.1 ln(factor) + 1 (arXiv 2309.00071, equation 22), so
+    `attn_factor` is what the model's attention factor is apart from that, 1 unless the config says otherwise.
+    """
+    rope = cast("dict[str, Any]", config.rope_parameters)
+    keys: dict[str, Any] = {"rope.freq_base": rope["rope_theta"]}
+    if rope["rope_type"] != "default":
+        keys |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
+    if rope["rope_type"] == "yarn":
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        _, attention_factor = ROPE_INIT_FUNCTIONS["yarn"](config, device="cpu")
+        keys |= {
+            "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+            "rope.scaling.attn_factor": attention_factor / (0.1 * math.log(rope["factor"]) + 1.0),
+        }
+    return keys
+
+
+def gguf_tensors(config: "GatedQwenConfig", tensors: Mapping[str, PlannedTensor]) -> list[PlannedTensor]:
+    """The tensors of the file under GGUF's names, in the order in which they are written.
+
+    Args:
+        config: a config that `check_gguf` accepts.
+        tensors: the model's tensors by our names; not changed and not read.
+
+    Raises:
+        ValueError: a tensor is missing, or there is one that has no place in the file.
+    """
+    left = dict(tensors)
+
+    def take(name: str) -> PlannedTensor:
+        if name not in left:
+            raise ValueError(f"GGUF export: tensor {name} is missing")
+        return left.pop(name)
+
+    names = [name for name in MODEL_TENSORS if not (name == "lm_head.weight" and config.tie_word_embeddings)]
+    plan = [take(name).renamed(MODEL_TENSORS[name]) for name in names]
+    function = fuse_query_and_gate(config)
+    rows = 2 * config.num_attention_heads * config.head_dim
+    for layer in range(config.num_hidden_layers):
+        fused = (take(QUERY_TENSOR % layer), take(GATE_TENSOR % layer))
+        rule = "query and gate rows, head by head"
+        plan.append(derived(FUSED_TENSOR % layer, fused, function, rule, (rows, config.hidden_size)))
+        plan += [take(ours % layer).renamed(theirs % layer) for ours, theirs in LAYER_TENSORS.items()]
+    if left:
+        raise ValueError(f"GGUF export: tensor {sorted(left)[0]} has no place in the file")
+    return plan + identity_layer(config)
+
+
+def fuse_query_and_gate(config: "GatedQwenConfig") -> "Callable[[torch.Tensor, torch.Tensor], torch.Tensor]":
+    """The function of q_proj (H*D, C) and g_proj (H*D or H, C) that gives attn_q (2*H*D, C).
+
+    q(h, d) = h*2D + d, gate(h, d) = h*2D + D + d; a headwise gate's row is repeated for every coordinate of its head.
+    """
+    key_values = cast(int, config.num_key_value_heads)  # its type has None, which stands for as many as query heads
+    heads = Heads(config.num_attention_heads, key_values, config.head_dim, "elementwise")
+    return partial(_fuse, heads, config.gate_granularity)
+
+
+def _fuse(heads: Heads, granularity: str, query: "torch.Tensor", gate: "torch.Tensor") -> "torch.Tensor":
+    if granularity == "headwise":
+        gate = repeat_headwise(gate, heads.dim)
+    return fuse(query, gate, native_rows(heads))
+
+
+def identity_layer(config: "GatedQwenConfig") -> list[PlannedTensor]:
+    """The appended linear-attention layer: zeros everywhere, so that both its sub-layers add zero to the residual."""
+    size, ffn, ssm = config.hidden_size, config.intermediate_size, SSM_HEAD_DIM
+    shapes: dict[str, tuple[int, ...]] = {
+        "attn_norm.weight": (size,),
+        "attn_qkv.weight": (3 * ssm, size),
+        "attn_gate.weight": (ssm, size),
+        "ssm_conv1d.weight": (3 * ssm, SSM_CONV_KERNEL),
+        "ssm_dt.bias": (1,),
+        "ssm_a": (1,),
+        "ssm_beta.weight": (1, size),
+        "ssm_alpha.weight": (1, size),
+        "ssm_norm.weight": (ssm,),
+        "ssm_out.weight": (size, ssm),
+        "post_attention_norm.weight": (size,),
+        "ffn_gate.weight": (ffn, size),
+        "ffn_up.weight": (ffn, size),
+        "ffn_down.weight": (size, ffn),
+    }
+    return [filled(f"blk.{config.num_hidden_layers}.{name}", "F32", shape) for name, shape in shapes.items()]
