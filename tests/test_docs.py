@@ -10,7 +10,10 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
+from tiny import tiny_model
 from ungated import ungated_folder
+
+from gated_qwen.conversion.convert import convert
 
 tomllib = pytest.importorskip("tomllib", reason="part of Python from 3.11 on")
 
@@ -33,6 +36,8 @@ def test_the_commands_of_a_page_run(page, tmp_path):
     modules = str(tmp_path / "modules")
     environment = {**os.environ, "PATH": path, "HF_MODULES_CACHE": modules, "PYTHONWARNINGS": "ignore"}
     ungated_folder(tmp_path / "my-llama", "llama")  # stands for the reader's own model
+    tiny_model().save_pretrained(tmp_path / "ungrouped")
+    convert(tmp_path / "ungrouped", tmp_path / "official-release", to="official")  # stands for the paper's release
     for language, code in blocks(page):
         command = ["bash", "-euo", "pipefail", "-c", code] if language == "bash" else [sys.executable, "-c", code]
         run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)

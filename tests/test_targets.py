@@ -361,13 +361,16 @@ def test_parts_of_a_fused_tensor_may_lie_in_different_shards(tmp_path):
     assert_same_weights(tmp_path / "shards-official", tmp_path / "one-official")
 
 
-def test_nan_in_a_computed_tensor_is_warned_of(tmp_path):
+@pytest.mark.parametrize("module", ["q_proj", "o_proj"], ids=["in a computed tensor", "in a copied tensor"])
+def test_nan_is_warned_of_and_infinity_is_not(module, tmp_path):
     model = tiny_model()
     with torch.no_grad():
-        model.model.layers[0].self_attn.q_proj.weight[0, 0] = float("nan")
+        getattr(model.model.layers[0].self_attn, module).weight[0, 0] = float("nan")
+        model.model.layers[1].mlp.up_proj.weight[0, :2] = torch.tensor([float("inf"), float("-inf")])
     model.save_pretrained(tmp_path / "ours")
     result = convert(tmp_path / "ours", tmp_path / "official", to="official")
-    assert any("layers.0.self_attn.q_proj.weight holds NaN" in warning for warning in result.warnings)
+    said = [warning for warning in result.warnings if "NaN" in warning]
+    assert said == [f"tensor model.layers.0.self_attn.{module}.weight holds NaN"]
 
 
 def test_verification_compares_and_refuses(tmp_path, monkeypatch):
@@ -444,3 +447,21 @@ def trained_folder(tmp_path_factory) -> tuple[Path, str]:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
     assert AutoTokenizer.from_pretrained(folder)("The License")["input_ids"]
     return folder, text
+
+
+# A real model
+
+
+@pytest.mark.slow
+def test_the_real_smollm2_goes_to_the_official_layout_and_back_bit_for_bit(tmp_path):
+    """It has no q/k norm, so the native families and GGUF cannot hold it: refused by name, before writing."""
+    from gated_qwen.conversion.smollm2 import smollm2_folder
+
+    convert(smollm2_folder(), tmp_path / "ours", gate="headwise", dtype="bfloat16")
+    convert(tmp_path / "ours", tmp_path / "official", to="official", verify=True, max_shard_size="100MB")
+    convert(tmp_path / "official", tmp_path / "back", verify=True)
+    assert_same_weights(tmp_path / "ours", tmp_path / "back")
+    for target in ("qwen3_5", "qwen3_next", "gguf"):
+        with pytest.raises(ValueError, match="use_qk_norm"):
+            convert(tmp_path / "ours", tmp_path / "out", to=target)
+    assert not (tmp_path / "out").exists()
