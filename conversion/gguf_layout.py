@@ -1,21 +1,20 @@
 """What a GGUF file of a gated model holds: llama.cpp's `qwen35` architecture, its keys and its tensors.
 
 That architecture is Qwen3.5's text model: q, k norm, rotary embedding, attention, sigmoid gate, no biases. It keeps
-query and gate rows in one matrix, head by head (`native_rows`), and norm weights as they are. It also insists on at
-least one linear-attention layer, so one is appended whose weights are all zero: it adds exactly zero to the residual.
+query and gate rows in one matrix, head by head (`layouts.native_rows`), and norm weights as they are. It also insists
+on at least one linear-attention layer, so one is appended whose weights are all zero: it adds exactly zero.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from gated_qwen.conversion.layouts import Heads, fuse, native_rows, repeat_headwise
+from gated_qwen.conversion.layouts import fuse_by_head
 from gated_qwen.conversion.plan import PlannedTensor, derived, filled
+from gated_qwen.conversion.sources import heads_of
 
 if TYPE_CHECKING:
-    import torch
-
     from gated_qwen.configuration.configuration_gated_qwen import GatedQwenConfig
 
 ARCHITECTURE = "qwen35"
@@ -185,7 +184,7 @@ def gguf_tensors(config: "GatedQwenConfig", tensors: Mapping[str, PlannedTensor]
 
     names = [name for name in MODEL_TENSORS if not (name == "lm_head.weight" and config.tie_word_embeddings)]
     plan = [take(name).renamed(MODEL_TENSORS[name]) for name in names]
-    function = fuse_query_and_gate(config)
+    function = partial(fuse_by_head, heads=heads_of(config))
     rows = 2 * config.num_attention_heads * config.head_dim
     for layer in range(config.num_hidden_layers):
         fused = (take(QUERY_TENSOR % layer), take(GATE_TENSOR % layer))
@@ -195,22 +194,6 @@ def gguf_tensors(config: "GatedQwenConfig", tensors: Mapping[str, PlannedTensor]
     if left:
         raise ValueError(f"GGUF export: tensor {sorted(left)[0]} has no place in the file")
     return plan + identity_layer(config)
-
-
-def fuse_query_and_gate(config: "GatedQwenConfig") -> "Callable[[torch.Tensor, torch.Tensor], torch.Tensor]":
-    """The function of q_proj (H*D, C) and g_proj (H*D or H, C) that gives attn_q (2*H*D, C).
-
-    q(h, d) = h*2D + d, gate(h, d) = h*2D + D + d; a headwise gate's row is repeated for every coordinate of its head.
-    """
-    key_values = cast(int, config.num_key_value_heads)  # its type has None, which stands for as many as query heads
-    heads = Heads(config.num_attention_heads, key_values, config.head_dim, "elementwise")
-    return partial(_fuse, heads, config.gate_granularity)
-
-
-def _fuse(heads: Heads, granularity: str, query: "torch.Tensor", gate: "torch.Tensor") -> "torch.Tensor":
-    if granularity == "headwise":
-        gate = repeat_headwise(gate, heads.dim)
-    return fuse(query, gate, native_rows(heads))
 
 
 def identity_layer(config: "GatedQwenConfig") -> list[PlannedTensor]:

@@ -11,7 +11,7 @@ loss on text (see layout_check.py), tells them apart. Biases follow the same row
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -98,6 +98,13 @@ def fuse(query: "torch.Tensor", gate: "torch.Tensor", rows: Rows) -> "torch.Tens
     fused[rows[0]] = query
     fused[rows[1]] = gate.to(query.dtype)
     return fused
+
+
+def fuse_by_head(query: "torch.Tensor", gate: "torch.Tensor", heads: Heads) -> "torch.Tensor":
+    """The native layout from query rows and gate rows; a headwise gate becomes an elementwise one first."""
+    if heads.granularity == "headwise":
+        gate = repeat_headwise(gate, heads.dim)
+    return fuse(query, gate, native_rows(replace(heads, granularity="elementwise")))
 
 
 def repeat_headwise(gate: "torch.Tensor", dim: int) -> "torch.Tensor":

@@ -130,33 +130,34 @@ def _replace_attention(
     with_bias: bool,
     change: Callable[[int, dict[str, PlannedTensor]], dict[str, PlannedTensor]],
 ) -> dict[str, PlannedTensor]:
-    """All tensors, with each layer's attention passed through `change` (layer, short name -> tensor)."""
+    """All tensors, with each layer's attention, by short name, passed through `change`."""
     tensors = {name: tensor for name, tensor in source.tensors.items() if ".self_attn." not in name}
     for layer in range(source.config.num_hidden_layers):
-        for part, tensor in change(layer, _attention(source, layer, with_bias)).items():
+        for part, tensor in change(_attention(source, layer, with_bias)).items():
             name = f"model.layers.{layer}.self_attn.{part}"
             tensors[name] = tensor.renamed(name)
     return tensors
 
 
-def _fused(tensors: dict[str, PlannedTensor], rows: layouts.Rows, rule: str) -> dict[str, PlannedTensor]:
-    """Moves g_proj into q_proj, weight and bias."""
+def _fused(
+    tensors: dict[str, PlannedTensor], function: Callable[..., "torch.Tensor"], rows: int, rule: str
+) -> dict[str, PlannedTensor]:
+    """Moves g_proj into q_proj, weight and bias; `function` makes the fused tensor of so many rows."""
     tensors = dict(tensors)
     for kind in ("weight", "bias"):
         gate = tensors.pop(f"g_proj.{kind}", None)
         if gate is not None:
             query = tensors[f"q_proj.{kind}"]
-            shape = (len(rows[0]) + len(rows[1]), *query.shape[1:])
-            function = partial(layouts.fuse, rows=rows)
-            tensors[f"q_proj.{kind}"] = derived(query.name, (query, gate), function, rule, shape)
+            tensors[f"q_proj.{kind}"] = derived(query.name, (query, gate), function, rule, (rows, *query.shape[1:]))
     return tensors
 
 
 def _official(source: GatedCheckpoint) -> Output:
     config = source.config
-    rows = layouts.official_rows(heads_of(config))
-    rule = "query and gate rows, grouped by KV head"
-    tensors = _replace_attention(source, _any_bias(config), lambda _, part: _fused(part, rows, rule))
+    heads = heads_of(config)
+    function = partial(layouts.fuse, rows=layouts.official_rows(heads))
+    rows, rule = heads.query_rows + heads.gate_rows, "query and gate rows, grouped by KV head"
+    tensors = _replace_attention(source, _any_bias(config), lambda part: _fused(part, function, rows, rule))
     fields = _base_config(source)
     del fields["rope_parameters"]  # the official code runs on transformers 4.48 to 4.57
     fields |= {
@@ -173,20 +174,12 @@ def _official(source: GatedCheckpoint) -> Output:
 
 def _native(source: GatedCheckpoint, target: str, identity_layer: bool) -> Output:
     config = source.config
-    rows = layouts.native_rows(heads_of(config, "elementwise"))
+    heads = heads_of(config)
+    function = partial(layouts.fuse_by_head, heads=heads)
+    rows, rule = 2 * heads.query_rows, "for each head its query rows, then its gate rows"
     with_bias = _any_bias(config)
     folded = _folded(source)
-
-    def change(_: int, part: dict[str, PlannedTensor]) -> dict[str, PlannedTensor]:
-        if config.gate_granularity == "headwise":
-            repeat = partial(layouts.repeat_headwise, dim=config.head_dim)
-            for name in [name for name in part if name.startswith("g_proj.")]:
-                gate = part[name]
-                shape = (gate.shape[0] * config.head_dim, *gate.shape[1:])
-                part[name] = derived(gate.name, (gate,), repeat, "gate rows repeated head_dim times", shape)
-        return _fused(part, rows, "for each head its query rows, then its gate rows")
-
-    tensors = _replace_attention(folded, with_bias, change)
+    tensors = _replace_attention(folded, with_bias, lambda part: _fused(part, function, rows, rule))
     for name, tensor in tensors.items():
         if name.endswith("norm.weight"):
             tensors[name] = derived(name, (tensor,), norms.shift, f"{tensor.rule}, minus 1")
@@ -344,11 +337,7 @@ def _ungated(source: GatedCheckpoint) -> Output:
                 "gates (gate_input 'constant', or a projection of zeros) can be removed"
             )
     with_bias = bool(config.attention_bias or config.attention_out_bias)
-
-    def change(_: int, part: dict[str, PlannedTensor]) -> dict[str, PlannedTensor]:
-        return constant_gate.removed(part, config)
-
-    tensors = _replace_attention(source, with_bias, change)
+    tensors = _replace_attention(source, with_bias, lambda part: constant_gate.removed(part, config))
     fields = _base_config(source)
     fields |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "attention_bias": with_bias}
     return Output(fields, list(tensors.values()), ["constant gates are multiplied into the projections"])

@@ -16,7 +16,7 @@ xllamacpp = pytest.importorskip("xllamacpp", reason="llama.cpp comes with: pip i
 from llama_server import LlamaServer  # noqa: E402
 from trained_model import HELD_OUT, VOCAB, library_text, prefixes, small_tokenizer, trained_model  # noqa: E402
 
-from gated_qwen.conversion import gguf_layout  # noqa: E402
+from gated_qwen.conversion import layouts  # noqa: E402
 from gated_qwen.conversion.checkpoint import open_checkpoint  # noqa: E402
 from gated_qwen.conversion.gguf_writer import write_gguf  # noqa: E402
 from gated_qwen.conversion.layouts import concatenated_rows  # noqa: E402
@@ -150,7 +150,7 @@ def test_other_shapes_are_the_same_there(heads, key_values, dim, size, granulari
 
 
 def test_a_wrong_row_order_would_be_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr(gguf_layout, "native_rows", concatenated_rows)
+    monkeypatch.setattr(layouts, "native_rows", concatenated_rows)
     model = with_rope(trained_model("elementwise", False), ROPES["default"])
     assert compare(model, serve(model, tmp_path))[0] > 0.1
 
