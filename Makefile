@@ -35,4 +35,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) gated-smollm2-135m build dist .pytest_cache .mypy_cache .ruff_cache

@@ -1,6 +1,7 @@
 """What every verb shares: quiet libraries, one-line errors, progress bars, JSON or a table."""
 
 import json
+import math
 import os
 import sys
 import warnings
@@ -13,6 +14,8 @@ debug = False
 
 def fail(error: Exception) -> None:
     """Prints an exception as one line on stderr."""
+    if type(error).__name__.startswith("StrictDataclass") and error.__cause__ is not None:
+        error = ValueError(f"config: {error.__cause__}")  # transformers' own checks, without their class names
     text = " ".join(str(error).split())
     if not isinstance(error, (ValueError, OSError, RuntimeError)) or not text:
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -40,17 +43,27 @@ def note(message: str) -> None:
 
 
 def print_json(content: dict[str, Any]) -> None:
-    print(json.dumps(content, indent=2, default=str))
+    print(json.dumps(_finite(content), indent=2, default=str, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    if isinstance(value, dict):
+        return {name: _finite(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_table(title: str, rows: list[tuple[str, str]]) -> None:
     """Prints two columns, names and values."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=title, show_header=False, title_justify="left")
+    table = Table(title=escape(title), show_header=False, title_justify="left")
     for name, value in rows:
-        table.add_row(name, value)
+        table.add_row(escape(name), escape(value))
     Console().print(table)
 
 

@@ -15,7 +15,11 @@ def convert(
     source: Annotated[str, typer.Argument(help="A folder, a GGUF file or a Hub repository id.")],
     target: Annotated[Path, typer.Argument(help="The folder (or .gguf file) to write.")],
     from_family: Annotated[
-        str | None, typer.Option("--from", help="What the source is, where its config.json leaves doubt.")
+        str | None,
+        typer.Option(
+            "--from",
+            help="gated_qwen, official, qwen3_next, qwen3_5, llama, qwen2 or qwen3; default: from config.json.",
+        ),
     ] = None,
     to: Annotated[
         str | None,
@@ -24,14 +28,23 @@ def convert(
     gate: Annotated[
         str | None, typer.Option(help="For an ungated source: headwise (default; one score a head) or elementwise.")
     ] = None,
-    start: Annotated[str, typer.Option(help="For an ungated source: identity (exact), open or random.")] = "identity",
-    seed: Annotated[int, typer.Option(help="Of a random start.")] = 0,
+    start: Annotated[
+        str,
+        typer.Option(
+            help="For an ungated source: identity (exact), open (near 1, hardly learns) or random (not exact)."
+        ),
+    ] = "identity",
+    seed: Annotated[int, typer.Option(help="Seed of a random start.")] = 0,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: as in the source.")] = None,
-    gguf_type: Annotated[str, typer.Option(help="For --to gguf: f32, f16, bf16 or q8_0.")] = "bf16",
+    gguf_type: Annotated[str | None, typer.Option(help="For GGUF: bf16 (default), f32, f16 or q8_0.")] = None,
     identity_layer: Annotated[
-        bool, typer.Option("--identity-layer", help="For qwen3_5 and qwen3_next on transformers before 5.15.")
+        bool,
+        typer.Option(
+            "--identity-layer",
+            help="For qwen3_5 and qwen3_next: append a layer of zeros, which caches need before transformers 5.15.",
+        ),
     ] = False,
-    max_shard_size: Annotated[str, typer.Option(help="Of the weight files, e.g. 5GB.")] = "5GB",
+    max_shard_size: Annotated[str, typer.Option(help="Largest size of a weight file, e.g. 5GB.")] = "5GB",
     verify: Annotated[bool, typer.Option("--verify", help="Compare source and result before finishing.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what every tensor would be, no more.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a non-empty TARGET.")] = False,

@@ -43,6 +43,8 @@ def demo(
     from gated_qwen.conversion.folder import check_target
 
     check_target(out, overwrite=overwrite)
+    if gate not in ("headwise", "elementwise"):
+        raise ValueError(f"gate {gate!r} is not known; choose one of headwise, elementwise")
     console.quiet_libraries()
     from gated_qwen.conversion.convert import convert
     from gated_qwen.conversion.smollm2 import smollm2_folder

@@ -104,9 +104,10 @@ def extend(
 
 def _print(report: dict[str, Any], columns: dict[str, dict[str, Any]]) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
-    table = Table("", *columns, title=report["folder"], title_justify="left")
+    table = Table("", *columns, title=escape(report["folder"]), title_justify="left")
     for label, name in ROWS:
         table.add_row(label, *(_value(state[name]) for state in columns.values()))
     for name in ("kept", "blended", "interpolated"):
@@ -125,7 +126,9 @@ def _print(report: dict[str, Any], columns: dict[str, dict[str, Any]]) -> None:
 
 
 def _print_engines(engines: dict[str, Any]) -> None:
-    print(f"\nServing ({engines['status']}). The folder carries its settings; the second line is for a model without.")
+    overrides = any(settings["override"] for name, settings in engines.items() if name != "status")
+    hint = "; the second line is for a model without" if overrides else ""
+    print(f"\nServing ({engines['status']}). The folder carries its settings{hint}.")
     for name, settings in engines.items():
         if name == "status":
             continue

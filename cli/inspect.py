@@ -54,7 +54,11 @@ def _check_layouts(path: Path, text: Path, as_json: bool) -> None:
     console.quiet_libraries()
     from gated_qwen.conversion.layout_check import check_layouts
 
-    losses = check_layouts(path, text.read_text(encoding="utf-8"))
+    try:
+        content = text.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{text}: not a text file in UTF-8 ({error.reason})") from error
+    losses = check_layouts(path, content)
     if as_json:
         console.print_json({"path": str(path), "losses": [vars(entry) for entry in losses]})
         return

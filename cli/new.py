@@ -19,9 +19,9 @@ def new(
         bool, typer.Option("--match-parameters", help="Shrink the FFN to the ungated baseline's total.")
     ] = False,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    seed: Annotated[int, typer.Option(help="Of the initial weights.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the initial weights.")] = 0,
     tokenizer: Annotated[Path | None, typer.Option(help="A folder whose tokenizer files are copied.")] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Of the weight files, e.g. 5GB.")] = "5GB",
+    max_shard_size: Annotated[str, typer.Option(help="Largest size of a weight file, e.g. 5GB.")] = "5GB",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a non-empty OUT.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -69,6 +69,7 @@ def _assignment(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise typer.BadParameter(f"--set {text}: write FIELD=VALUE, e.g. --set num_hidden_layers=4")
+    value = {"True": "true", "False": "false", "None": "null"}.get(value, value)
     try:
         return name, json.loads(value)
     except ValueError:

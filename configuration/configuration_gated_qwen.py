@@ -11,6 +11,7 @@ What is unusual here:
 import copy
 import math
 
+from transformers.activations import ACT2CLS
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 # Position -> module under `self_attn`. Paper names: query G4, key G3, value G2, attn_output G1, dense_output G5.
@@ -371,6 +372,14 @@ class GatedQwenConfig(Qwen3Config):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 _refuse(name, value, "expected a positive whole number")
+        for name, allowed, ok in (
+            ("max_position_embeddings", "a positive whole number", lambda value: isinstance(value, int) and value > 0),
+            ("rms_norm_eps", "a number above 0", lambda value: isinstance(value, (int, float)) and value > 0),
+            ("attention_dropout", "0.0 to 1.0", lambda value: isinstance(value, (int, float)) and 0 <= value <= 1),
+            ("hidden_act", "a name that transformers knows", lambda value: value in ACT2CLS),
+        ):
+            if not ok(getattr(self, name)):
+                _refuse(name, getattr(self, name), f"expected {allowed}")
         if self.num_attention_heads % self.num_key_value_heads:
             _refuse(
                 "num_key_value_heads",

@@ -17,12 +17,16 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 # What travels with the weights unchanged. The index and quantisation files belong to the old weights and do not.
 SIDE_FILES = (
-    "tokenizer*",
-    "vocab*",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
     "merges.txt",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template*",
+    "chat_template.jinja",
+    "chat_template.json",
     "additional_chat_templates",
     "generation_config.json",
     "LICENSE*",
@@ -85,9 +89,11 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
         CheckpointError: no folder, no config.json, or one that is not a JSON object.
     """
     folder = Path(folder)
+    if folder.is_file():
+        raise CheckpointError(f"{folder}: is a file; name the model folder")
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
-    return _read_json(folder / "config.json", "a model folder needs it; is this the folder that holds the weights?")
+    return read_json(folder / "config.json", "a model folder needs it; is this the folder that holds the weights?")
 
 
 def open_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
@@ -102,9 +108,13 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
     """
     folder = Path(folder)
     config = read_config(folder)
-    index_path = folder / INDEX_NAME
+    index_path, single = folder / INDEX_NAME, folder / "model.safetensors"
+    if index_path.exists() and single.exists():
+        raise CheckpointError(f"{folder}: both model.safetensors and {INDEX_NAME} are there; remove the stale one")
     if index_path.exists():
         tensors = _read_indexed(folder, index_path)
+    elif single.exists():
+        tensors = _read_header(single)
     else:
         files = sorted(folder.glob("*.safetensors"))
         if not files:
@@ -115,7 +125,12 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
     return Checkpoint(folder, config, tensors)
 
 
-def _read_json(path: Path, mend: str) -> dict[str, Any]:
+def read_json(path: Path, mend: str) -> dict[str, Any]:
+    """Reads a JSON object from a file; `mend` says what to do when there is none.
+
+    Raises:
+        CheckpointError: no such file, or not a JSON object.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -139,7 +154,7 @@ def _no_weights(folder: Path) -> str:
 
 
 def _read_indexed(folder: Path, index_path: Path) -> dict[str, TensorInfo]:
-    weight_map = _read_json(index_path, "restore it").get("weight_map")
+    weight_map = read_json(index_path, "restore it").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index_path}: field weight_map is missing or empty; restore the index")
     for name, file in weight_map.items():

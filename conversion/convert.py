@@ -10,7 +10,7 @@ from typing import Any
 import gated_qwen
 from gated_qwen.configuration.configuration_gated_qwen import GATE_GRANULARITIES, GatedQwenConfig
 from gated_qwen.conversion import retrofit
-from gated_qwen.conversion.checkpoint import FLOAT_DTYPES, open_checkpoint
+from gated_qwen.conversion.checkpoint import FLOAT_DTYPES, open_checkpoint, read_json
 from gated_qwen.conversion.families import SOURCES
 from gated_qwen.conversion.folder import atomic_folder, check_target
 from gated_qwen.conversion.gguf_target import GGUF_DTYPES, plan_gguf, write_gguf_file
@@ -19,9 +19,9 @@ from gated_qwen.conversion.plan import PlannedTensor
 from gated_qwen.conversion.sources import GatedCheckpoint, read_gated
 from gated_qwen.conversion.targets import TARGETS, Output, plan_target
 from gated_qwen.conversion.verify import Verification, verify_folder
-from gated_qwen.conversion.writer import parse_size, write_description, write_weights
+from gated_qwen.conversion.writer import PROVENANCE_NAME, parse_size, write_description, write_weights
 
-SAFETENSORS_DTYPES = {name: short for short, name in FLOAT_DTYPES.items()}
+SAFETENSORS_DTYPES = {name: short for short, name in FLOAT_DTYPES.items() if short != "F64"}
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,16 @@ class ConversionResult:
     gate_parameters: int
     dtype: str
     plan: list[PlannedTensor] = field(repr=False)
+    dry_run: bool
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     verification: Verification | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """For printing as JSON; the plan as a list of names, sources, rules, shapes and dtypes."""
+        """For printing as JSON; the plan, of a dry run only, as names, sources, rules, shapes and dtypes."""
         plan = [
             {"name": t.name, "sources": t.sources, "rule": t.rule, "shape": t.shape, "dtype": t.dtype}
-            for t in self.plan
+            for t in (self.plan if self.dry_run else [])
         ]
         verification = None if self.verification is None else self.verification.to_dict()
         return {**vars(self), "target": str(self.target), "plan": plan, "verification": verification}
@@ -59,7 +60,7 @@ def convert(
     start: str = "identity",
     seed: int = 0,
     dtype: str | None = None,
-    gguf_type: str = "bf16",
+    gguf_type: str | None = None,
     identity_layer: bool = False,
     max_shard_size: str | int = "5GB",
     overwrite: bool = False,
@@ -83,7 +84,7 @@ def convert(
         start: for an ungated source: `"identity"` (exact), `"open"` or `"random"`.
         seed: of a random start.
         dtype: `"float32"`, `"bfloat16"` or `"float16"` for all weights; None keeps each tensor's.
-        gguf_type: `"f32"`, `"f16"`, `"bf16"` or `"q8_0"`, for `to="gguf"`.
+        gguf_type: for `to="gguf"`: `"bf16"` (None too), `"f32"`, `"f16"` or `"q8_0"`.
         identity_layer: for the native families, append a layer that adds nothing (for transformers before 5.15).
         max_shard_size: bytes, or a text such as `"5GB"`.
         overwrite: replace a non-empty `target`.
@@ -108,14 +109,20 @@ def convert(
         ()
     """
     _check_choices(from_family, to, gate, start, dtype, gguf_type)
+    if to == "gguf" and (dtype is not None or identity_layer or verify):
+        raise ValueError(
+            "a GGUF file takes --gguf-type instead of --dtype, always has the identity layer and is not verified here "
+            "(llama.cpp would have to run it, see docs/gguf.md): leave out --dtype, --identity-layer and --verify"
+        )
+    if to != "gguf" and gguf_type is not None:
+        raise ValueError(f"--gguf-type is for GGUF files, and the target is {to}; use --dtype")
+    gguf_type = gguf_type or "bf16"
     shard_bytes = parse_size(max_shard_size)
     source_path, target_path = Path(source), Path(target)
     if source_path.exists():
         here, there = source_path.resolve(), target_path.resolve()
         if here.is_relative_to(there) or there.is_relative_to(here):
             raise ValueError(f"{target}: the target and the source lie in each other; name another folder")
-    if verify and to == "gguf":
-        raise ValueError("a GGUF file is not verified here, since llama.cpp would have to run it; see docs/gguf.md")
     if to != "gguf":
         check_target(target_path, overwrite=overwrite)
 
@@ -134,9 +141,10 @@ def convert(
         if not dry_run:
             if begin is not None:
                 begin(sum(tensor.nbytes for tensor in (gated.tensors.values() if to == "gguf" else output.tensors)))
-            recipe = _recipe(source_path.name, gated, to, dtype)
+            name = source_path.resolve().name if source_path.exists() else str(source)
+            recipe = _recipe(name, folder, gated, to, dtype)
             if to == "gguf":
-                write_gguf_file(target_path, gated, gguf_type, source_path.name, progress)
+                write_gguf_file(target_path, gated, gguf_type, name, progress)
             else:
                 with atomic_folder(target_path, overwrite=overwrite) as temporary:
                     with_nan = write_weights(temporary, output.tensors, shard_bytes, progress)
@@ -144,8 +152,8 @@ def convert(
                     _set_dtype(output.config, FLOAT_DTYPES[main_dtype])
                     write_description(temporary, output.config, gated.side_files, recipe)
                     if verify:
-                        exact = dtype is None and start == "identity"
-                        verification = verify_folder(checkpoint, gated, temporary, to, exact)
+                        exact = start == "identity"
+                        verification = verify_folder(checkpoint, gated, temporary, to, exact, dtype)
     gates = [tensor for tensor in gated.tensors.values() if ".self_attn.g_proj" in tensor.name]
     return ConversionResult(
         target=target_path,
@@ -155,6 +163,7 @@ def convert(
         gate_parameters=sum(tensor.elements for tensor in gates),
         dtype=gguf_type if to == "gguf" else FLOAT_DTYPES[main_dtype],
         plan=output.tensors,
+        dry_run=dry_run,
         notes=tuple(output.notes),
         warnings=tuple(warnings),
         verification=verification,
@@ -162,7 +171,7 @@ def convert(
 
 
 def _check_choices(
-    from_family: str | None, to: str, gate: str | None, start: str, dtype: str | None, gguf_type: str
+    from_family: str | None, to: str, gate: str | None, start: str, dtype: str | None, gguf_type: str | None
 ) -> None:
     for name, value, allowed in (
         ("source family", from_family, (None, *SOURCES)),
@@ -170,7 +179,7 @@ def _check_choices(
         ("gate", gate, (None, *GATE_GRANULARITIES)),
         ("start", start, retrofit.STARTS),
         ("dtype", dtype, (None, *SAFETENSORS_DTYPES)),
-        ("GGUF type", gguf_type, GGUF_DTYPES),
+        ("GGUF type", gguf_type, (None, *GGUF_DTYPES)),
     ):
         if value not in allowed:
             raise ValueError(f"{name} {value!r} is not known; choose one of {', '.join(c for c in allowed if c)}")
@@ -205,14 +214,19 @@ def _warnings(gated: GatedCheckpoint) -> list[str]:
     return warnings
 
 
-def _recipe(source_name: str, gated: GatedCheckpoint, to: str, dtype: str | None) -> dict[str, Any]:
+def _recipe(name: str, folder: Path, gated: GatedCheckpoint, to: str, dtype: str | None) -> dict[str, Any]:
+    """How the result is made; the source's own record, where it has one, goes along."""
     import torch
     import transformers
+
+    source: dict[str, Any] = {"name": name, "family": gated.family}
+    if (folder / PROVENANCE_NAME).exists():
+        source["provenance"] = read_json(folder / PROVENANCE_NAME, "repair it or remove it")
 
     return {
         "format": 1,
         "verb": "convert",
-        "source": {"name": source_name, "family": gated.family},
+        "source": source,
         "to": to,
         "dtype": dtype or "as in the source",
         **gated.recipe,

@@ -3,13 +3,16 @@
 import os
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gated_qwen
 from gated_qwen.configuration.presets import preset
 from gated_qwen.conversion.checkpoint import SIDE_FILES, CheckpointError
 from gated_qwen.conversion.folder import atomic_folder, check_target
 from gated_qwen.conversion.writer import write_description
+
+if TYPE_CHECKING:
+    from gated_qwen.configuration.configuration_gated_qwen import GatedQwenConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -58,7 +61,7 @@ def create(
         raise ValueError(f"dtype {dtype!r} is not known; choose one of {', '.join(DTYPES)}")
     check_target(target, overwrite=overwrite)
     config = preset(preset_name, match_parameters=match_parameters, **(overrides or {}))
-    side_files = _tokenizer_files(Path(tokenizer)) if tokenizer is not None else []
+    side_files = _tokenizer_files(Path(tokenizer), config, overrides or {}) if tokenizer is not None else []
     config.dtype = dtype
     config.architectures = ["GatedQwenForCausalLM"]
     torch.manual_seed(seed)
@@ -79,9 +82,24 @@ def create(
     return Path(target)
 
 
-def _tokenizer_files(folder: Path) -> list[Path]:
+def _tokenizer_files(folder: Path, config: "GatedQwenConfig", overrides: dict[str, Any]) -> list[Path]:
+    """The files to copy; the config takes the tokenizer's special ids, unless they were set."""
+    from transformers import AutoTokenizer
+
     wanted = [pattern for pattern in SIDE_FILES if pattern not in ("generation_config.json", "LICENSE*")]
     files = sorted({path for pattern in wanted for path in folder.glob(pattern)})
     if not any(path.name.startswith("tokenizer") for path in files):
         raise CheckpointError(f"{folder}: no tokenizer files (tokenizer.json, tokenizer_config.json) in this folder")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # the libraries that read tokenizers raise whatever comes
+        raise CheckpointError(f"{folder}: the tokenizer cannot be read ({' '.join(str(error).split())})") from error
+    if len(tokenizer) > config.vocab_size:
+        raise CheckpointError(
+            f"{folder}: the tokenizer has {len(tokenizer)} tokens and the model vocab_size={config.vocab_size}; add "
+            f"--set vocab_size={len(tokenizer)}"
+        )
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if name not in overrides:
+            setattr(config, name, getattr(tokenizer, name))
     return files

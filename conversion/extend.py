@@ -23,6 +23,13 @@ from gated_qwen.conversion.replace import back_up, replace_file
 from gated_qwen.conversion.writer import PROVENANCE_NAME
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+# Of subfolders: other formats' weights do not come along.
+LEFT_OUT = ("__pycache__", ".*", *(f"*{suffix}" for suffix in WEIGHT_SUFFIXES))
+# The families whose RoPE settings mean what is written here.
+FAMILIES = (
+    *("gated_qwen", "llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"),
+    *("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+)
 TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION_CONFIG = "generation_config.json"
 _CHUNK = 16 * 2**20
@@ -56,7 +63,13 @@ def context_state(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """
     folder = Path(folder)
     tokenizer = _read_object(folder / TOKENIZER_CONFIG)
-    return {**describe_context(read_config(folder)), "model_max_length": (tokenizer or {}).get("model_max_length")}
+    config = read_config(folder)
+    if config.get("model_type") not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise CheckpointError(
+            f"{folder / 'config.json'}: model_type {config.get('model_type')!r} is not one of {known}"
+        )
+    return {**describe_context(config), "model_max_length": (tokenizer or {}).get("model_max_length")}
 
 
 def extend(
@@ -195,9 +208,10 @@ def _share_files(
         if path.name.startswith(".") or path.name in rewritten or _is_backup(path) or path.name == "__pycache__":
             continue
         if path.is_dir():
-            shutil.copytree(path, folder / path.name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+            shutil.copytree(path, folder / path.name, ignore=shutil.ignore_patterns(*LEFT_OUT))
         elif path.suffix in WEIGHT_SUFFIXES:
-            if _link(path.resolve(), folder / path.name):
+            # A link into a download cache is copied: whoever wrote to the new file would change the cache.
+            if not path.is_symlink() and _link(path, folder / path.name):
                 linked += 1
             else:
                 weights.append(path)

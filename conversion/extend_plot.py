@@ -25,7 +25,7 @@ def check_plot(file: str | os.PathLike[str]) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ValueError(f"{file}: drawing needs matplotlib: pip install 'gated-qwen[plot]'") from None
+        raise ValueError(f"{file}: drawing needs matplotlib: pip install matplotlib") from None
 
 
 def plot_frequencies(before: dict[str, Any], after: dict[str, Any], file: str | os.PathLike[str]) -> None:

@@ -87,10 +87,18 @@ def check_target(target: str | os.PathLike[str], *, overwrite: bool = False) -> 
         FileExistsError: `target` is a file, or a non-empty folder without `overwrite`.
     """
     target = Path(target)
+    if target.is_symlink():
+        raise FileExistsError(f"{target} is a link; name the folder that it leads to")
     if target.is_file():
         raise FileExistsError(f"{target} is a file; name a folder to write to")
-    if target.is_dir() and any(target.iterdir()) and not overwrite:
-        raise FileExistsError(f"{target} is not empty; name another folder, or pass --overwrite to replace it")
+    if existing := next((parent for parent in target.absolute().parents if parent.exists()), None):
+        if not existing.is_dir():
+            raise FileExistsError(f"{existing} is a file, so nothing can be written below it")
+    if target.is_dir() and any(target.iterdir()):
+        if not overwrite:
+            raise FileExistsError(f"{target} is not empty; name another folder, or pass --overwrite to replace it")
+        if not any((target / name).exists() for name in ("config.json", "model.safetensors", "provenance.json")):
+            raise FileExistsError(f"{target} holds no model, and --overwrite would delete what it holds; name another")
 
 
 def _umask() -> int:

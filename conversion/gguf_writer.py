@@ -112,7 +112,7 @@ def _import_gguf() -> Any:
     try:
         import gguf
     except ModuleNotFoundError as error:
-        raise RuntimeError("writing GGUF needs the gguf package: pip install 'gated-qwen[gguf]'") from error
+        raise RuntimeError("writing GGUF needs the gguf package: pip install gguf") from error
     logging.getLogger("gguf").setLevel(logging.WARNING)  # it announces every file
     return gguf
 

@@ -48,13 +48,15 @@ def inspect_checkpoint(folder: str | os.PathLike[str]) -> CheckpointSummary:
     """
     checkpoint = open_checkpoint(folder)
     text_config = checkpoint.config.get("text_config") or checkpoint.config
+    if not isinstance(text_config, dict):
+        raise CheckpointError(f"config.json: text_config is {text_config!r}; expected an object")
     gate, layout = _gate(checkpoint.config, text_config)
     dtypes: Counter[str] = Counter()
     for info in checkpoint.tensors.values():
         dtypes[info.dtype] += info.elements
     files = {info.file for info in checkpoint.tensors.values()}
     return CheckpointSummary(
-        model_type=checkpoint.config["model_type"],
+        model_type=checkpoint.config.get("model_type", "unknown"),
         gate=gate,
         layout=layout,
         rope=_rope(text_config),
@@ -69,7 +71,7 @@ def inspect_checkpoint(folder: str | os.PathLike[str]) -> CheckpointSummary:
 
 def _gate(config: dict[str, Any], text_config: dict[str, Any]) -> tuple[dict[str, Any] | None, str | None]:
     model_type = config.get("model_type")
-    if model_type in ("gated_qwen", "gated_qwen_moe"):
+    if model_type == "gated_qwen":
         gate = {name.removeprefix("gate_"): value for name, value in config.items() if name.startswith("gate_")}
         return (gate, OURS) if config.get("gate_positions", ["attn_output"]) else (None, None)
     if flags := official_gate_flags(config):
@@ -88,6 +90,8 @@ def _gate(config: dict[str, Any], text_config: dict[str, Any]) -> tuple[dict[str
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(parameters, dict):
+        raise CheckpointError(f"config.json: the RoPE settings are {parameters!r}; expected an object")
     return {
         "rope_type": parameters.get("rope_type", parameters.get("type", "default")),
         "rope_theta": parameters.get("rope_theta", config.get("rope_theta")),
@@ -98,8 +102,11 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shape(config: dict[str, Any]) -> dict[str, Any]:
-    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-    shape = {name: config.get(name) for name in (*names, "head_dim", "vocab_size", "tie_word_embeddings")}
+    needed = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+    for name in needed:
+        if not isinstance(config.get(name), int):
+            raise CheckpointError(f"config.json: {name} is {config.get(name)!r}; expected a whole number")
+    shape = {name: config.get(name) for name in (*needed, "num_key_value_heads", "head_dim", "tie_word_embeddings")}
     if shape["head_dim"] is None and shape["hidden_size"] and shape["num_attention_heads"]:
         shape["head_dim"] = shape["hidden_size"] // shape["num_attention_heads"]
     return shape

@@ -47,10 +47,10 @@ def check_layouts(folder: str | os.PathLike[str], text: str, max_tokens: int = 5
         raise CheckpointError(f"{folder}: {family} has no fused q_proj, so there is no layout to check")
     if not any(path.name.startswith("tokenizer") for path in checkpoint.side_files()):
         raise CheckpointError(f"{folder}: no tokenizer files; the layout check reads text")
-    tokenizer = AutoTokenizer.from_pretrained(Path(folder))
+    tokenizer = AutoTokenizer.from_pretrained(Path(folder), trust_remote_code=False)
     tokens = tokenizer(text, return_tensors="pt")["input_ids"][:, :max_tokens]
     if tokens.shape[1] < 2:
-        raise ValueError("the text for the layout check is shorter than two tokens")
+        raise ValueError(f"the text for the layout check has {tokens.shape[1]} tokens; it needs two at least")
     source = read_gated(checkpoint, family=family)
     losses = []
     for layout, rows_of in layouts.LAYOUTS.items():

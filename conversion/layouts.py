@@ -94,9 +94,12 @@ def gate_part(fused: "torch.Tensor", rows: Rows) -> "torch.Tensor":
 
 def fuse(query: "torch.Tensor", gate: "torch.Tensor", rows: Rows) -> "torch.Tensor":
     """The inverse of the two: one weight or bias with the query and gate rows in their places."""
-    fused = query.new_empty((len(rows[0]) + len(rows[1]), *query.shape[1:]))
-    fused[rows[0]] = query
-    fused[rows[1]] = gate.to(query.dtype)
+    import torch
+
+    dtype = torch.promote_types(query.dtype, gate.dtype)
+    fused = query.new_empty((len(rows[0]) + len(rows[1]), *query.shape[1:]), dtype=dtype)
+    fused[rows[0]] = query.to(dtype)
+    fused[rows[1]] = gate.to(dtype)
     return fused
 
 

@@ -55,6 +55,8 @@ def dequantize_gguf(file: Path, folder: Path) -> None:
     with file.open("rb") as stream:
         if stream.read(4) != b"GGUF":
             raise CheckpointError(f"{file}: not a GGUF file (a folder or a .gguf file is expected)")
+    if _architecture(file) == "qwen35":
+        raise CheckpointError(f"{file}: architecture 'qwen35' is an export; convert the folder that it was made from")
     where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     try:
         config = AutoConfig.from_pretrained(**where)
@@ -69,7 +71,7 @@ def dequantize_gguf(file: Path, folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(**where)
     except ImportError as error:
         raise CheckpointError(
-            f"{file}: reading GGUF needs more packages: pip install 'gated-qwen[gguf]' ({error})"
+            f"{file}: reading GGUF needs more packages: pip install gguf sentencepiece protobuf accelerate ({error})"
         ) from error
     except CheckpointError:
         raise
@@ -79,13 +81,25 @@ def dequantize_gguf(file: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def _architecture(file: Path) -> str | None:
+    """The architecture that a GGUF file names in its first key, where ours and llama.cpp's writers put it."""
+    with file.open("rb") as stream:
+        head = stream.read(96)
+    key = b"general.architecture"
+    place = head.find(key)
+    if place < 0:
+        return None
+    text = head[place + len(key) :]  # type (4 bytes), length (8), characters
+    return text[12 : 12 + int.from_bytes(text[4:12], "little")].decode("utf-8", "replace")
+
+
 def _download(repo_id: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    patterns = [*SIDE_FILES, "config.json", "*.safetensors", "*.safetensors.index.json"]
+    wanted = [*SIDE_FILES, "additional_chat_templates/*", "config.json", "*.safetensors", "*.safetensors.index.json"]
     try:
-        return Path(snapshot_download(repo_id, allow_patterns=patterns))
+        return Path(snapshot_download(repo_id, allow_patterns=wanted, ignore_patterns=["*.py", "*/*.safetensors"]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{repo_id}: no such folder, and the Hub did not give it ({reason})") from error

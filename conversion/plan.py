@@ -44,7 +44,7 @@ class PlannedTensor:
         if dtype == self.dtype:
             return self
         rule = f"{self.rule}, as {dtype}"
-        return replace(self, dtype=dtype, rule=rule, make=partial(_cast, self.make, dtype), copy_of=None)
+        return replace(self, dtype=dtype, rule=rule, make=partial(_cast, self.name, self.make, dtype), copy_of=None)
 
 
 def copied(checkpoint: Checkpoint, source: str, name: str | None = None) -> PlannedTensor:
@@ -61,11 +61,13 @@ def derived(
     rule: str,
     shape: tuple[int, ...] | None = None,
 ) -> PlannedTensor:
-    """A tensor computed from others by a pure function; dtype, and shape when not given, are those of the first."""
+    """A tensor computed from others by a pure function; the first one's dtype (fp32 wins) and, unless given, shape."""
     first = sources[0]
+    halves = first.dtype in ("BF16", "F16")
+    dtype = "F32" if halves and any(source.dtype == "F32" for source in sources) else first.dtype
     names = tuple(source for planned in sources for source in planned.sources)
     make = partial(_apply, name, function, sources)
-    return PlannedTensor(name, first.dtype, shape or first.shape, rule, make, names)
+    return PlannedTensor(name, dtype, shape or first.shape, rule, make, names)
 
 
 def filled(name: str, dtype: str, shape: tuple[int, ...], value: float = 0.0) -> PlannedTensor:
@@ -89,8 +91,12 @@ def _apply(name: str, function: Callable[..., "torch.Tensor"], sources: tuple[Pl
         raise CheckpointError(f"tensor {name}: {error}") from error
 
 
-def _cast(make: Callable[[], "torch.Tensor"], dtype: str) -> "torch.Tensor":
-    return make().to(torch_dtype(dtype))
+def _cast(name: str, make: Callable[[], "torch.Tensor"], dtype: str) -> "torch.Tensor":
+    made = make()
+    cast = made.to(torch_dtype(dtype))
+    if bool((cast.isinf() & ~made.isinf()).any()):
+        raise CheckpointError(f"tensor {name}: a weight exceeds the range of {FLOAT_DTYPES[dtype]}")
+    return cast
 
 
 def _full(shape: tuple[int, ...], dtype: str, value: float) -> "torch.Tensor":

@@ -1,5 +1,6 @@
 """Reading any source as a gated model in our names: nothing is read until a tensor is made."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,8 +62,17 @@ def read_gated(
         raise CheckpointError(
             "config.json: quantization_config: quantised weights are not converted; dequantise first"
         )
+    if family not in FAMILIES and start != "identity":
+        raise CheckpointError(f"config.json: the source ({family}) has a gate already, so it has no start {start!r}")
+    _check_layers(checkpoint)
     if family not in FAMILIES and gate is not None:
-        raise CheckpointError(f"config.json: the source ({family}) has a gate already, so no {gate} gate can be added")
+        has = (
+            "has a gate already"
+            if checkpoint.config.get("gate_positions", True)
+            else "is a gated_qwen config of no gate"
+        )
+        mend = "" if "already" in has else "; convert it --to qwen3 first"
+        raise CheckpointError(f"config.json: the source ({family}) {has}, so no {gate} gate can be added{mend}")
     if family == "gated_qwen":
         return _read_ours(checkpoint)
     if family == "official":
@@ -202,6 +212,14 @@ def _split(
     return GatedCheckpoint(config, tensors, family, checkpoint.side_files(), recipe)
 
 
+def _check_layers(checkpoint: Checkpoint) -> None:
+    """Refuses a config of more layers than the weights have, before anything of that size is built."""
+    declared = (checkpoint.config.get("text_config") or checkpoint.config).get("num_hidden_layers")
+    found = {int(match[1]) for name in checkpoint.tensors if (match := re.search(r"\blayers\.(\d+)\.", name))}
+    if isinstance(declared, int) and declared > len(found):
+        raise CheckpointError(f"config.json: num_hidden_layers={declared}, but the weights have {len(found)} layers")
+
+
 def heads_of(config: GatedQwenConfig, granularity: str | None = None) -> layouts.Heads:
     """The shape that a layout depends on; `granularity` is the config's unless said."""
     key_value = int(config.num_key_value_heads or config.num_attention_heads)
@@ -252,12 +270,20 @@ def _expected(
 
     `names` maps ours to the source's where they differ; `made` are not in the source; a `dropped` prefix is ignored.
     """
+    import torch
+
     shapes = _shapes(config)
     found = {name for name in checkpoint.tensors if not name.endswith(RECOMPUTED)}
     if dropped is not None:
         found = {name for name in found if dropped not in name}
-    if config.tie_word_embeddings:
-        found.discard("lm_head.weight")  # the same tensor under a second name
+    if config.tie_word_embeddings and (head := names.get("lm_head.weight", "lm_head.weight")) in found:
+        embedding = names.get("model.embed_tokens.weight", "model.embed_tokens.weight")
+        if embedding in found and not torch.equal(checkpoint.load(head), checkpoint.load(embedding)):
+            raise CheckpointError(
+                f"{checkpoint.tensors[head].file.name}: {head} differs from the embedding, but config.json says "
+                "tie_word_embeddings; set that to false to keep both"
+            )
+        found.discard(head)  # the same tensor under a second name
     wanted = {names.get(name, name) for name in shapes if name not in made}
     if unknown := sorted(found - wanted):
         file = checkpoint.tensors[unknown[0]].file.name

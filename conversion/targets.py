@@ -128,7 +128,7 @@ def _attention(source: GatedCheckpoint, layer: int, with_bias: bool) -> dict[str
 def _replace_attention(
     source: GatedCheckpoint,
     with_bias: bool,
-    change: Callable[[int, dict[str, PlannedTensor]], dict[str, PlannedTensor]],
+    change: Callable[[dict[str, PlannedTensor]], dict[str, PlannedTensor]],
 ) -> dict[str, PlannedTensor]:
     """All tensors, with each layer's attention, by short name, passed through `change`."""
     tensors = {name: tensor for name, tensor in source.tensors.items() if ".self_attn." not in name}
@@ -271,6 +271,8 @@ def _folded(source: GatedCheckpoint) -> GatedCheckpoint:
     """The same function with every norm weight, as far as possible, such that weight - 1 is exact."""
     tensors = dict(source.tensors)
     factor_of: Callable[[str], torch.Tensor] = cache(lambda name: norms.fold_factors(source.tensors[name].make()))
+    if any(tensor.dtype == "F16" for tensor in tensors.values()):
+        return source  # fp16 has too few exponents: the columns would lose bits
     readers: dict[str, list[str]] = {}
     for layer in range(source.config.num_hidden_layers):
         prefix = f"model.layers.{layer}."

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from gated_qwen.configuration.configuration_gated_qwen import GatedQwenConfig
 
 PROVENANCE_NAME = "provenance.json"
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 COPY_CHUNK = 2**20
 WRITE_CHUNK = 2**30  # a single write takes less than 2 GiB
 
@@ -39,12 +40,12 @@ def parse_size(size: str | int) -> int:
             return _positive(int(text[: -len(unit)]) * factor, size)
     if text.isdigit():
         return _positive(int(text), size)
-    raise ValueError(f"size {size!r} is not understood; write for example 5GB or 512MiB")
+    raise ValueError(f"shard size {size!r} is not understood; write for example 5GB or 512MiB")
 
 
 def _positive(value: int, size: str | int) -> int:
     if value < 1:
-        raise ValueError(f"size {size!r} must be above zero")
+        raise ValueError(f"shard size {size!r} must be above zero; write for example 5GB")
     return value
 
 
@@ -121,9 +122,12 @@ def _write_shard(path: Path, shard: list[PlannedTensor], progress: Callable[[int
             if progress is not None:
                 progress(tensor.nbytes)
 
-        with ThreadPoolExecutor(max_workers=2) as pool:
+        pool = ThreadPoolExecutor(max_workers=2)
+        try:
             for future in [pool.submit(write, *job) for job in zip(shard, places, strict=True)]:
                 future.result()
+        finally:  # after a failure what has not begun is not begun
+            pool.shutdown(cancel_futures=True)
     return sorted(with_nan)
 
 
@@ -196,9 +200,10 @@ def write_description(
         else:
             shutil.copyfile(path, folder / path.name)
     write_json(folder / PROVENANCE_NAME, provenance)
+    if not (folder / "generation_config.json").exists():
+        values = config.to_dict() if isinstance(config, GatedQwenConfig) else config
+        GenerationConfig(**{name: values.get(name) for name in TOKEN_IDS}).save_pretrained(folder)
     if isinstance(config, GatedQwenConfig):
-        if not (folder / "generation_config.json").exists():
-            GenerationConfig.from_model_config(config).save_pretrained(folder)
         code = Path(modeling_gated_qwen.__file__)
         shutil.copyfile(code, folder / code.name)
         config.save_pretrained(folder)  # also copies the config's own code

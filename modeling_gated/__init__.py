@@ -65,6 +65,10 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module 'gated_qwen' has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 # The command answers --help and wrong usage without loading torch, so its verbs register when they load a model.
-if Path(sys.argv[0] if sys.argv else "").stem != "gated-qwen":
+if Path(sys.argv[0] if sys.argv else "").name not in ("gated-qwen", "gated-qwen.exe"):
     register_auto_classes()

@@ -45,6 +45,8 @@ CACHE_IS_CACHE = "cache" in inspect.signature(Qwen3Attention.forward).parameters
 CACHE_ARGUMENTS = ("cache", "past_key_values") if CACHE_IS_CACHE else ("past_key_values", "past_key_value")
 
 
+FORWARD_ARGUMENTS = tuple(inspect.signature(Qwen3Model.forward).parameters)[1:]
+
 # Flash and paged attention take the boundaries from position_ids or their own indices, whatever mask there is.
 BOUNDARY_KEEPERS = ("flash", "paged")
 
@@ -311,10 +313,15 @@ class GatedQwenModel(GatedQwenPreTrainedModel, Qwen3Model):
         self.post_init()
 
     @functools.wraps(Qwen3Model.forward)
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
-        if position_ids is not None and position_ids.shape[-1] > 1 and not torch.compiler.is_compiling():
-            self._keep_boundaries(attention_mask, position_ids, kwargs)
-        return super().forward(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
+    def forward(self, *args, **kwargs):
+        kwargs |= dict(zip(FORWARD_ARGUMENTS, args))  # noqa: B905 (there may be fewer)
+        position_ids = kwargs.get("position_ids")
+        if position_ids is not None and position_ids.shape[-1] > 1:
+            if not torch.compiler.is_compiling():
+                self._keep_boundaries(kwargs.get("attention_mask"), position_ids, kwargs)
+            elif self.training and kwargs.get("attention_mask") is None:
+                kwargs.setdefault("use_cache", False)  # positions cannot be looked at in a graph
+        return super().forward(**kwargs)
 
     def _keep_boundaries(self, attention_mask, position_ids, kwargs):
         """Drops a default cache that would let packed samples see each other; warns of a mask or cache that does.
@@ -369,7 +376,7 @@ class GatedQwenForTokenClassification(GenericForTokenClassification, GatedQwenPr
         super(GenericForTokenClassification, self).__init__(config)
         self.num_labels = config.num_labels
         self.model = GatedQwenModel(config)
-        self.dropout = nn.Dropout(getattr(config, "classifier_dropout", None) or 0.1)
+        self.dropout = nn.Dropout(0.1 if (dropout := getattr(config, "classifier_dropout", None)) is None else dropout)
         self.score = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 

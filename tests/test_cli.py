@@ -6,10 +6,14 @@ import sys
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 from ungated import ungated_folder
 
 import gated_qwen.cli
 from gated_qwen import GatedQwenForCausalLM
+from gated_qwen.cli import console
 
 
 @pytest.fixture
@@ -76,10 +80,15 @@ def test_new_is_reproducible_from_its_seed(run, tmp_path):
 
 
 def test_new_copies_a_tokenizer(run, tmp_path):
-    (tmp_path / "tok").mkdir()
-    (tmp_path / "tok" / "tokenizer.json").write_text("{}")
+    vocabulary = {"<end>": 0, **{chr(ord("a") + i): i + 1 for i in range(26)}}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary, "a")), eos_token="<end>")
+    tokenizer.save_pretrained(tmp_path / "tok")
     assert run("new", "tiny-headwise", tmp_path / "m", "--tokenizer", tmp_path / "tok")[0] == 0
     assert (tmp_path / "m" / "tokenizer.json").exists()
+    assert GatedQwenForCausalLM.from_pretrained(tmp_path / "m").generation_config.eos_token_id == 0
+    small = ("--tokenizer", tmp_path / "tok", "--set", "vocab_size=20")
+    code, _, err = run("new", "tiny-headwise", tmp_path / "small", *small)
+    assert code == 1 and "27 tokens" in err and "--set vocab_size=27" in err
 
 
 def test_new_lists_presets(run):
@@ -126,6 +135,30 @@ def test_a_refusal_is_one_line_exit_1_and_nothing_written(case, run, tmp_path):
     assert code == 1 and out == ""
     assert err.startswith("gated-qwen: ") and err.count("\n") == 1 and message in err
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_names_with_brackets_are_names(run, tmp_path):
+    ungated_folder(tmp_path / "run[bold]", "llama")
+    code, out, _ = run("inspect", tmp_path / "run[bold]")
+    assert code == 0 and "run[bold]" in out
+
+
+def test_json_output_has_no_nan(capfd):
+    console.print_json({"a": float("nan"), "b": [float("inf"), 1.0]})
+    assert json.loads(capfd.readouterr().out) == {"a": None, "b": [None, 1.0]}
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"headwise_attn_output_gate": True}, {"text_config": "x"}, {"rope_scaling": "x"}]
+)
+def test_inspecting_an_odd_config_names_what_is_wrong(config, run, tmp_path):
+    ungated_folder(tmp_path / "m", "qwen3")
+    path = tmp_path / "m" / "config.json"
+    kept = json.loads(path.read_text()) if "rope_scaling" in config else {}
+    kept.pop("rope_parameters", None)
+    path.write_text(json.dumps({**kept, "model_type": "qwen3", **config}))
+    code, _, err = run("inspect", tmp_path / "m")
+    assert code == 1 and err.startswith("gated-qwen: config.json: ") and "Error" not in err
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ import json
 import shutil
 import subprocess
 import sys
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,8 +21,9 @@ from gated_qwen.conversion.checkpoint import CheckpointError, open_checkpoint
 from gated_qwen.conversion.convert import convert
 from gated_qwen.conversion.folder import atomic_folder
 from gated_qwen.conversion.inspection import inspect_checkpoint
+from gated_qwen.conversion.plan import PlannedTensor
 from gated_qwen.conversion.retrofit import double
-from gated_qwen.conversion.writer import parse_size
+from gated_qwen.conversion.writer import parse_size, write_weights
 
 GATES = ("headwise", "elementwise")
 
@@ -142,6 +145,55 @@ def test_a_source_without_a_tokenizer_warns(source, tmp_path):
     assert any("tokenizer" in warning for warning in convert(source, tmp_path / "gated").warnings)
 
 
+def test_code_and_backups_beside_a_tokenizer_stay_behind(source, tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (source / name).write_text("{}")
+    left = {"tokenizer_evil.py", "tokenizer_config.json.bak", "adapter_model.safetensors"}
+    for name in left:
+        (source / name).write_text("")
+    assert not files_below(convert(source, tmp_path / "gated").target) & left
+
+
+def test_the_record_of_how_a_model_was_made_grows_with_every_step(source, tmp_path):
+    convert(source, tmp_path / "gated", gate="elementwise")
+    convert(tmp_path / "gated", tmp_path / "official", to="official")
+    record = json.loads((tmp_path / "official" / "provenance.json").read_text())
+    earlier = record["source"]["provenance"]
+    assert (record["to"], record["source"]["name"]) == ("official", "gated")
+    assert earlier["source"] == {"name": "source", "family": "llama"} and earlier["gate"]["start"] == "identity"
+
+
+def test_verification_runs_no_code_of_the_source(source, tmp_path):
+    (source / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": [None, "evil.Evil"]}}))
+    (source / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').write('')\nclass Evil: pass\n")
+    command = [sys.executable, "-m", "gated_qwen.cli", "convert", str(source), str(tmp_path / "out"), "--verify"]
+    run = subprocess.run(command, input="y\n" * 5, capture_output=True, text=True, check=False)
+    assert run.returncode == 1 and not (tmp_path / "ran").exists() and not (tmp_path / "out").exists()
+
+
+def test_weights_beyond_a_dtype_are_refused(source, tmp_path):
+    edit_weights(source, lambda t: t["lm_head.weight"].fill_(1e6))
+    with pytest.raises(CheckpointError, match="lm_head.weight: a weight exceeds the range of float16"):
+        convert(source, tmp_path / "gated", dtype="float16")
+    assert not (tmp_path / "gated").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"to": "gguf", "dtype": "float16"}, "gguf-type instead of --dtype"),
+        ({"to": "gguf", "identity_layer": True}, "always has the identity layer"),
+        ({"to": "official", "gguf_type": "q8_0"}, "--gguf-type is for GGUF files"),
+        ({"to": "official", "identity_layer": True}, "identity layer is for qwen3_next and qwen3_5"),
+        ({"dtype": "float64"}, "choose one of float32, bfloat16, float16"),
+    ],
+)
+def test_an_option_that_does_not_belong_is_refused(options, message, source, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        convert(source, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_folder_loads_without_the_package(source, tmp_path):
     result = convert(source, tmp_path / "gated")
     code = """
@@ -228,9 +280,37 @@ def test_source_and_target_must_be_apart(target, source):
     assert files_below(source.parent) == before
 
 
+def test_overwrite_replaces_models_and_nothing_else(source, tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "thesis.txt").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "notes")
+    (tmp_path / "file").write_text("mine")
+    before = files_below(tmp_path)
+    for target, message in (("notes", "holds no model"), ("link", "is a link"), ("file/below", "is a file")):
+        with pytest.raises(FileExistsError, match=message):
+            convert(source, tmp_path / target, overwrite=True)
+    assert files_below(tmp_path) == before
+
+
+def test_a_failing_tensor_stops_the_shard(tmp_path):
+    made = []
+
+    def make(number):
+        made.append(number)
+        if number == 0:
+            raise RuntimeError("broken")
+        time.sleep(0.05)
+        return torch.zeros(1)
+
+    tensors = [PlannedTensor(f"t{i:02}", "F32", (1,), "test", partial(make, i)) for i in range(40)]
+    with pytest.raises(RuntimeError, match="broken"):
+        write_weights(tmp_path, tensors, 10**9)
+    assert len(made) < 10
+
+
 def test_atomic_folder_replaces_a_folder_whole(tmp_path):
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "old").write_text("")
+    (tmp_path / "model" / "config.json").write_text("old")
     with atomic_folder(tmp_path / "model", overwrite=True) as folder:
         (folder / "new").write_text("")
     assert files_below(tmp_path) == {"model", "model/new"}
@@ -306,7 +386,13 @@ BROKEN = {
     ),
     "index disagrees with the shards": (index_disagrees, "disagree"),
     "a tensor in two shards": (duplicate_tensor, "also lies in"),
-    "empty index": (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "weight_map is missing"),
+    "empty index": (lambda f: shards_of(f)[0].write_text("{}"), "weight_map is missing"),
+    "an index beside a single file": (
+        lambda f: (f / "model.safetensors.index.json").write_text("{}"),
+        "both model.safetensors and .*remove the stale one",
+    ),
+    "a tied head that differs": (lambda f: edit_config(f, tie_word_embeddings=True), "differs from the embedding"),
+    "more layers than the weights": (lambda f: edit_config(f, num_hidden_layers=10**8), "the weights have 2 layers"),
     "missing tensor": (
         lambda f: edit_weights(f, lambda t: t.pop("model.norm.weight")),
         "model.norm.weight is missing",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import reference
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny import tiny_model, tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -291,8 +291,6 @@ def test_a_native_model_with_linear_attention_is_refused(tmp_path):
     path = tmp_path / "native" / "model.safetensors"
     tensors = load_file(path)
     tensors["model.layers.2.linear_attn.out_proj.weight"].fill_(0.1)
-    from safetensors.torch import save_file
-
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="linear_attention; only models of full attention"):
         convert(tmp_path / "native", tmp_path / "back")
@@ -359,6 +357,27 @@ def test_parts_of_a_fused_tensor_may_lie_in_different_shards(tmp_path):
     for folder in ("shards", "one"):
         convert(tmp_path / folder, tmp_path / f"{folder}-official", to="official")
     assert_same_weights(tmp_path / "shards-official", tmp_path / "one-official")
+
+
+def test_a_gate_in_fp32_beside_bf16_weights_loses_nothing(tmp_path):
+    ours(tmp_path / "ours", torch.bfloat16)
+    tensors = {name: t.float() if "g_proj" in name else t for name, t in weights(tmp_path / "ours").items()}
+    for name in [name for name in tensors if "g_proj" in name]:
+        tensors[name] = torch.randn_like(tensors[name])
+    save_file(tensors, tmp_path / "ours" / "model.safetensors", metadata={"format": "pt"})
+    convert(tmp_path / "ours", tmp_path / "official", to="official", verify=True)
+    convert(tmp_path / "official", tmp_path / "back")
+    back = weights(tmp_path / "back")
+    assert all(torch.equal(back[name].float(), tensor.float()) for name, tensor in tensors.items())
+    result = convert(tmp_path / "ours", tmp_path / "rounded", to="official", dtype="bfloat16", verify=True)
+    assert result.verification.rounded == 2 and "rounded to another dtype" in str(result.verification)
+
+
+def test_fp16_norms_are_not_folded_and_that_is_said(tmp_path):
+    """fp16 has too few exponents: columns of small weights times small powers of two would lose bits."""
+    ours(tmp_path / "ours", torch.float16)
+    result = convert(tmp_path / "ours", tmp_path / "native", to="qwen3_5")
+    assert "norm weights are rounded" in result.notes[0]
 
 
 @pytest.mark.parametrize("module", ["q_proj", "o_proj"], ids=["in a computed tensor", "in a copied tensor"])

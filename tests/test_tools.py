@@ -21,7 +21,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from gated_qwen import GatedQwenForCausalLM, GatedQwenModel
+from gated_qwen import GatedQwenForCausalLM, GatedQwenForTokenClassification, GatedQwenModel
 from gated_qwen.configuration.configuration_gated_qwen import GATE_MODULES
 
 # The modules that each gate's name stands for.
@@ -280,3 +280,14 @@ assert type(model) is gated_qwen.GatedQwenForCausalLM
 def test_importing_twice_registers_once_more_without_an_error():
     done = subprocess.run([sys.executable, "-c", IMPORT_AGAIN], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_dropout_of_zero_is_zero():
+    assert GatedQwenForTokenClassification(tiny_config(classifier_dropout=0.0)).dropout.p == 0.0
+    assert GatedQwenForTokenClassification(tiny_config()).dropout.p == 0.1
+
+
+def test_the_model_takes_the_positional_arguments_that_qwen3_takes():
+    model, ids = tiny_model(GatedQwenModel), tokens(1, 5)
+    with torch.no_grad():
+        assert torch.equal(model(ids, None, None, None, None)[0], model(ids)[0])
