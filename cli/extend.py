@@ -110,7 +110,8 @@ def _print(report: dict[str, Any], columns: dict[str, dict[str, Any]]) -> None:
     table = Table("", *columns, title=escape(report["folder"]), title_justify="left")
     for label, name in ROWS:
         table.add_row(label, *(_value(state[name]) for state in columns.values()))
-    for name in ("kept", "blended", "interpolated"):
+    scaled = any(state["rope_type"] != "default" for state in columns.values())
+    for name in ("kept", "blended", "interpolated") if scaled else ():
         table.add_row(f"frequencies {name}", *(str(state["frequencies"][name]) for state in columns.values()))
     wavelengths = [state["wavelengths"] for state in columns.values()]
     table.add_row("wavelengths (tokens)", *(f"{waves[0]:,.1f} to {waves[-1]:,.0f}" for waves in wavelengths))

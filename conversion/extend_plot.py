@@ -48,18 +48,21 @@ def plot_frequencies(before: dict[str, Any], after: dict[str, Any], file: str | 
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     was, now = rope_frequencies(before), rope_frequencies(after)
     index = range(len(now.inv_freq))
-    top.plot(range(len(was.inv_freq)), was.wavelengths, ".-", color="0.6", label=_title(before))
+    if was.wavelengths != now.wavelengths:
+        top.plot(range(len(was.inv_freq)), was.wavelengths, ".-", color="0.6", label=_title(before))
     top.plot(index, now.wavelengths, ".-", color="tab:blue", label=_title(after))
     longest = read_length(after)
     lengths = sorted({read_rope(after).get("original_max_position_embeddings") or longest, longest})
-    for length, style in zip(lengths, ("--", ":"), strict=False):
-        top.axhline(length, color="tab:red", linestyle=style, linewidth=1, label=f"{length:,} tokens")
+    names = ("length",) if len(lengths) == 1 else ("original length", "new length")
+    for length, name, style in zip(lengths, names, ("--", ":"), strict=False):
+        top.axhline(length, color="tab:red", linestyle=style, linewidth=1, label=f"{name}, {length:,} tokens")
     top.set_yscale("log")
     top.set_ylabel("wavelength (tokens)")
     top.legend(loc="upper left", fontsize="small")
     bottom.bar(index, now.interpolated_share, width=1.0, color="tab:blue", alpha=0.6)
     bottom.set_ylim(0, 1.05)
-    bottom.set_ylabel("interpolated")
+    bottom.set_ylabel("share interpolated")
+    bottom.xaxis.get_major_locator().set_params(integer=True)
     bottom.set_xlabel(
         f"frequency, fast to slow: {now.kept} kept, {now.blended} blended, {now.interpolated} interpolated; "
         f"attention factor {now.attention_factor:.4f}"
