@@ -8,6 +8,7 @@ import typer
 from gated_qwen.cli import console
 from gated_qwen.cli.convert import convert
 from gated_qwen.cli.demo import demo
+from gated_qwen.cli.evaluate import evaluate
 from gated_qwen.cli.extend import extend
 from gated_qwen.cli.inspect import inspect
 from gated_qwen.cli.new import new
@@ -18,7 +19,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in (new, inspect, convert, extend, demo):
+for verb in (new, inspect, convert, extend, evaluate, demo):
     app.command()(verb)
 
 
