@@ -70,8 +70,8 @@ def fit(build: Callable[[int, str], str], encode: Callable[[str], list[int]], ta
         ValueError: no filler and pad give this number with this tokenizer.
 
     Example:
-        >>> fit(lambda words, pad: "head" + " word" * words + pad + "\\ntail", str.split, 10)[0]
-        'head word word word word word . . .\\ntail'
+        >>> fit(lambda words, pad: "head" + " word" * words + pad + "\\ntail", str.split, 16)[0]
+        'head word word word word word word word word word word word . . .\\ntail'
     """
     least = len(encode(build(0, "")))
     if least > target:

@@ -14,6 +14,7 @@ from tiny import tiny_model
 from ungated import ungated_folder
 
 from gated_qwen.conversion.convert import convert
+from gated_qwen.conversion.smollm2 import smollm2_folder
 
 tomllib = pytest.importorskip("tomllib", reason="part of Python from 3.11 on")
 
@@ -38,6 +39,8 @@ def test_the_commands_of_a_page_run(page, tmp_path):
     ungated_folder(tmp_path / "my-llama", "llama")  # stands for the reader's own model
     tiny_model().save_pretrained(tmp_path / "ungrouped")
     convert(tmp_path / "ungrouped", tmp_path / "official-release", to="official")  # stands for the paper's release
+    if page.name == "evaluation.md":
+        convert(smollm2_folder(), tmp_path / "gated-smollm2-135m")  # as the README's demo makes it
     for language, code in blocks(page):
         command = ["bash", "-euo", "pipefail", "-c", code] if language == "bash" else [sys.executable, "-c", code]
         run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)

@@ -102,6 +102,18 @@ def test_a_needle_in_a_text_file(tmp_path, tokenizer):
     assert "which says 7. Who" in sample.prompt
 
 
+@pytest.mark.parametrize(
+    "content", ["─" * 5000 + " word", "漢字かな交じり文。" * 600, "https://example.org/" + "path/" * 900, "a"]
+)
+def test_any_text_makes_a_haystack(content, tmp_path, tokenizer):
+    (tmp_path / "text.txt").write_text(content)
+    haystack = Haystack.from_file(tmp_path / "text.txt")
+    assert all(0 < len(word) <= 32 and "─" not in word for word in haystack.words)
+    for length in (1500, 1501, 1502):
+        sample = make_sample("niah_multikey", tokenizer, length, haystack=haystack)
+        assert len(sample.input_ids) == length - 128 and sample.answers[0] in sample.prompt
+
+
 def test_answers_do_not_occur_in_the_text_that_they_are_hidden_in():
     all_but_one = " ".join(str(number) for number in range(10, 100) if number != 54)
     drawn = numbers(Random(0), all_but_one, digits=2)
