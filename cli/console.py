@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 debug = False
+Count = Callable[[int], None]
 
 
 def fail(error: Exception) -> None:
@@ -68,17 +69,24 @@ def print_table(title: str, rows: list[tuple[str, str]]) -> None:
 
 
 @contextmanager
-def bytes_bar(description: str) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
-    """A progress bar on stderr that counts bytes, with speed and time left.
+def counting_bar(
+    description: str, unit: str = "bytes"
+) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
+    """A progress bar on stderr that counts `"bytes"`, with their speed, or other things one by one; and the time left.
 
     Yields two functions: the first shows the bar and sets the total, the second advances it. A refusal before the
     first call shows no bar.
     """
+    from rich import progress as rich_progress
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    columns = (TextColumn(description), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    progress = Progress(*columns, console=Console(stderr=True))
+    counts = (
+        (rich_progress.DownloadColumn(), rich_progress.TransferSpeedColumn())
+        if unit == "bytes"
+        else (rich_progress.MofNCompleteColumn(), rich_progress.TimeElapsedColumn())
+    )
+    columns = (rich_progress.TextColumn(description), rich_progress.BarColumn(), *counts)
+    progress = rich_progress.Progress(*columns, rich_progress.TimeRemainingColumn(), console=Console(stderr=True))
     task = progress.add_task("", total=None)
 
     def start(total: int) -> None:

@@ -54,7 +54,7 @@ def convert(
     console.quiet_libraries()
     from gated_qwen.conversion.convert import convert as convert_checkpoint
 
-    with console.bytes_bar("converting") as (begin, progress):
+    with console.counting_bar("converting") as (begin, progress):
         result = convert_checkpoint(
             source,
             target,

@@ -1,7 +1,5 @@
 """`gated-qwen evaluate`: long-context tasks and perplexity on a model, and two results side by side."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -88,7 +86,7 @@ def evaluate(
     if out and records_path:
         check_new(out, records_path, out.with_suffix(".csv"), resume=resume, overwrite=overwrite)
     model, tokenizer = load_model(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-    with _samples_bar("evaluating") as (start, progress):
+    with console.counting_bar("evaluating", "samples") as (start, progress):
         run = run_plan(
             model,
             tokenizer,
@@ -110,34 +108,6 @@ def evaluate(
         console.print_json(summary)
     else:
         _print(path, cells)
-
-
-@contextmanager
-def _samples_bar(description: str) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
-    """A progress bar on stderr that counts samples; yields what sets its total and shows it, and what advances it."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (TextColumn(description), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    progress = Progress(*columns, console=Console(stderr=True))
-    task = progress.add_task("", total=None)
-
-    def start(total: int) -> None:
-        progress.update(task, total=total)
-        progress.start()
-
-    try:
-        yield start, lambda done: progress.advance(task, done)
-    finally:
-        if progress.live.is_started:
-            progress.stop()
 
 
 def _numbers(option: str, text: str, kind: type) -> tuple[Any, ...]:

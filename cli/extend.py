@@ -75,7 +75,7 @@ def extend(
         report = {"folder": str(source), "state": state}
         columns = {"now": state}
     else:
-        with console.bytes_bar("copying weights") as (start, progress):
+        with console.counting_bar("copying weights") as (start, progress):
             result = extend_folder(
                 source, target, in_place=in_place, overwrite=overwrite, start=start, progress=progress, **changes
             )

@@ -11,27 +11,12 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 from ungated import ungated_folder
 
-import gated_qwen.cli
 from gated_qwen import GatedQwenForCausalLM
 from gated_qwen.cli import console
 
 
 @pytest.fixture
-def run(monkeypatch, capfd):
-    """Runs the command in this process; returns exit code, stdout and stderr."""
-
-    def run_command(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["gated-qwen", *map(str, arguments)])
-        monkeypatch.setattr(gated_qwen.cli.console, "debug", False)
-        monkeypatch.setenv("COLUMNS", "200")
-        try:
-            gated_qwen.cli.main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code or 0
-        out, err = capfd.readouterr()
-        return code, out, err
-
+def run(run_command):
     return run_command
 
 

@@ -2,34 +2,19 @@
 
 import csv
 import json
-import sys
+from functools import partial
 
 import pytest
 from small_tokenizers import tokenizer_of
 from tiny import tiny_model
 
-import gated_qwen.cli
-
 QUICK = ("--lengths", "450,500", "--depths", "0,1", "--samples", "1", "--max-new-tokens", "3")
 
 
 @pytest.fixture
-def run(monkeypatch, capfd):
-    """Runs the command in this process; returns exit code, stdout and stderr."""
-
-    def run_command(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["gated-qwen", "evaluate", *map(str, arguments)])
-        monkeypatch.setattr(gated_qwen.cli.console, "debug", False)
-        monkeypatch.setenv("COLUMNS", "200")
-        try:
-            gated_qwen.cli.main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code or 0
-        out, err = capfd.readouterr()
-        return code, out, err
-
-    return run_command
+def run(run_command):
+    """Runs `gated-qwen evaluate`; returns exit code, stdout and stderr."""
+    return partial(run_command, "evaluate")
 
 
 @pytest.fixture(scope="module")

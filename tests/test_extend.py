@@ -5,6 +5,7 @@ import json
 import math
 import os
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -22,7 +23,6 @@ from transformers import (
 )
 from ungated import ungated_folder
 
-import gated_qwen.cli
 from gated_qwen.configuration.frequencies import rope_frequencies
 from gated_qwen.conversion import extend as module
 from gated_qwen.conversion.extend import context_state, extend
@@ -32,22 +32,9 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 
 @pytest.fixture
-def run(monkeypatch, capfd):
-    """Runs `gated-qwen extend` in this process; returns exit code, stdout and stderr."""
-
-    def run_command(*arguments):
-        monkeypatch.setattr(sys, "argv", ["gated-qwen", "extend", *map(str, arguments)])
-        monkeypatch.setattr(gated_qwen.cli.console, "debug", False)
-        monkeypatch.setenv("COLUMNS", "200")
-        try:
-            gated_qwen.cli.main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code or 0
-        out, err = capfd.readouterr()
-        return code, out, err
-
-    return run_command
+def run(run_command):
+    """Runs `gated-qwen extend`; returns exit code, stdout and stderr."""
+    return partial(run_command, "extend")
 
 
 @pytest.fixture
