@@ -64,8 +64,9 @@ def evaluate(
     if out is not None and out.suffix != ".json":
         raise typer.BadParameter(f"--out {out}: its ending must be .json")
     console.quiet_libraries()
+    from gated_qwen.configuration.picture import check_plot
     from gated_qwen.evaluation.evaluate import run_plan
-    from gated_qwen.evaluation.heat_map import check_plot, draw_heat_map
+    from gated_qwen.evaluation.heat_map import draw_heat_map
     from gated_qwen.evaluation.loading import environment, load_model, model_settings
     from gated_qwen.evaluation.plan import Plan
     from gated_qwen.evaluation.results import check_new, summarize, write_summary

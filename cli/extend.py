@@ -61,10 +61,11 @@ def extend(
     console.quiet_libraries()
     from gated_qwen.configuration.context import smallest_factors
     from gated_qwen.configuration.engines import NOT_RUN, engine_settings
+    from gated_qwen.configuration.picture import check_plot
     from gated_qwen.conversion.checkpoint import read_config
     from gated_qwen.conversion.extend import context_state
     from gated_qwen.conversion.extend import extend as extend_folder
-    from gated_qwen.conversion.extend_plot import check_plot, plot_frequencies
+    from gated_qwen.conversion.extend_plot import plot_frequencies
 
     if plot is not None:
         check_plot(plot)
