@@ -18,7 +18,7 @@ def convert(
         str | None,
         typer.Option(
             "--from",
-            help="gated_qwen, official, qwen3_next, qwen3_5, llama, qwen2 or qwen3; default: from config.json.",
+            help="gated_qwen, official, qwen3_next, qwen3_5, llama, qwen2, qwen3, qwen3_moe; default: config.json's.",
         ),
     ] = None,
     to: Annotated[
@@ -50,7 +50,7 @@ def convert(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a non-empty TARGET.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Convert a checkpoint; an ungated model is given a gate that does not change its logits."""
+    """Convert a checkpoint, dense or a mixture; an ungated model is given a gate that does not change its logits."""
     console.quiet_libraries()
     from gated_qwen.conversion.convert import convert as convert_checkpoint
 

@@ -35,14 +35,16 @@ def inspect(
         ("RoPE", _rope(summary.rope)),
         (
             "layers x width, FFN",
-            f"{shape['num_hidden_layers']} x {shape['hidden_size']}, {shape['intermediate_size']}",
+            f"{shape['num_hidden_layers']} x {shape['hidden_size']}, {shape['intermediate_size'] or 'none'}",
         ),
+        *([] if summary.experts is None else [("experts", _experts(summary.experts))]),
         (
             "heads",
             f"{shape['num_attention_heads']} query, {shape['num_key_value_heads']} key/value, of {shape['head_dim']}",
         ),
         ("vocabulary", f"{shape['vocab_size']:,}, {'tied' if shape['tie_word_embeddings'] else 'untied'} head"),
         ("parameters", f"{summary.parameters:,}"),
+        *([] if summary.experts is None else [("active for a token", f"{summary.active_parameters:,}")]),
         ("of them in gates", f"{summary.gate_parameters:,} ({share:.2%})"),
         ("dtype", ", ".join(f"{dtype} {count:,}" for dtype, count in summary.dtypes.items())),
         ("weight files", f"{summary.files}, {summary.bytes:,} bytes"),
@@ -80,6 +82,13 @@ def _gate(gate: dict[str, Any] | None) -> str:
     }
     words += [f"{name}={gate[name]}" for name, default in defaults.items() if gate.get(name, default) != default]
     return " ".join(words)
+
+
+def _experts(experts: dict[str, Any]) -> str:
+    return (
+        f"{experts['num_experts_per_tok']} of {experts['num_experts']}, width {experts['moe_intermediate_size']}, in "
+        f"{experts['sparse_layers']} layers{', and a shared one' if experts['shared_expert'] else ''}"
+    )
 
 
 def _rope(rope: dict[str, Any]) -> str:

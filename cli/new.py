@@ -1,12 +1,12 @@
 """`gated-qwen new`: a fresh model folder from a preset."""
 
-import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from gated_qwen.cli import console
+from gated_qwen.cli.assignments import read_assignments
 
 
 def new(
@@ -31,27 +31,31 @@ def new(
         return
     if out is None:
         raise typer.BadParameter("name the folder to write: gated-qwen new PRESET OUT")
-    overrides = dict(_assignment(text) for text in set_ or [])
+    overrides = read_assignments(set_)
     console.quiet_libraries()
     from gated_qwen.conversion.create import create
     from gated_qwen.conversion.inspection import inspect_checkpoint
 
-    create(
-        preset,
-        out,
-        overrides=overrides,
-        match_parameters=match_parameters,
-        dtype=dtype,
-        seed=seed,
-        tokenizer=tokenizer,
-        max_shard_size=max_shard_size,
-        overwrite=overwrite,
-    )
+    with console.counting_bar("drawing") as (begin, progress):
+        create(
+            preset,
+            out,
+            overrides=overrides,
+            match_parameters=match_parameters,
+            dtype=dtype,
+            seed=seed,
+            tokenizer=tokenizer,
+            max_shard_size=max_shard_size,
+            overwrite=overwrite,
+            begin=begin,
+            progress=progress,
+        )
     summary = inspect_checkpoint(out)
     if as_json:
         console.print_json({"folder": str(out), **summary.to_dict()})
     else:
-        print(f"{out}: {summary.parameters:,} parameters, {summary.gate_parameters:,} of them in gates")
+        active = "" if summary.experts is None else f", {summary.active_parameters:,} active for a token"
+        print(f"{out}: {summary.parameters:,} parameters{active}, {summary.gate_parameters:,} of them in gates")
 
 
 def _list_presets(as_json: bool) -> None:
@@ -62,15 +66,3 @@ def _list_presets(as_json: bool) -> None:
         console.print_json({"presets": names})
     else:
         print("\n".join(names))
-
-
-def _assignment(text: str) -> tuple[str, Any]:
-    """Reads FIELD=VALUE; the value is JSON, or else a plain string."""
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise typer.BadParameter(f"--set {text}: write FIELD=VALUE, e.g. --set num_hidden_layers=4")
-    value = {"True": "true", "False": "false", "None": "null"}.get(value, value)
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value

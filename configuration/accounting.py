@@ -1,4 +1,4 @@
-"""Parameters, FLOPs and cache bytes of a dense gated model, from its config alone.
+"""Parameters, FLOPs and cache bytes of a gated model, dense or a mixture of experts, from its config alone.
 
 No model is built and torch is not imported. With H query heads, K key/value heads, D = head_dim and d = hidden_size
 a gate projection has these output rows (arXiv 2505.06708, section 2.2, positions G1 to G5):
@@ -9,6 +9,9 @@ a gate projection has these output rows (arXiv 2505.06708, section 2.2, position
     value (G2)           K           K*D            K*D
     attn_output (G1)     H           H*D            H*D
     dense_output (G5)    -            d              d
+
+A sparse layer has E experts of 3 * d * w weights, where w = moe_intermediate_size, and a router of E * d. A token uses
+k = num_experts_per_tok of them.
 """
 
 from __future__ import annotations
@@ -43,22 +46,27 @@ _MODEL_FIELDS = (
     "gate_input_channels",
     "gate_bias",
 )
+_EXPERT_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "sparse_layers")
 _CACHE_FIELDS = ("num_hidden_layers", "num_key_value_heads", "head_dim")
 
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Parameters of a model by part; the parts add up to `total`.
+    """Parameters of a model by part; the parts, from `embedding` on, add up to `total`.
 
-    `attention` is the q, k, v and o projections with their biases, `gate` every gate projection, `norm` every RMSNorm
-    weight. A head tied to the embedding is counted once, under `embedding`, and `lm_head` is 0.
+    `attention` is the q, k, v and o projections with their biases, `gate` every gate projection, `mlp` the FFNs and
+    all experts, `router` what chooses among these, `norm` every RMSNorm weight. A head tied to the embedding is
+    counted once, under `embedding`, and `lm_head` is 0. `active` is what one token uses: all but the experts that it
+    is not routed to, so `total` for a dense model.
     """
 
     total: int
+    active: int
     embedding: int
     attention: int
     gate: int
     mlp: int
+    router: int
     norm: int
     lm_head: int
 
@@ -73,7 +81,7 @@ class FlopCount:
     """FLOPs of one token's forward pass by part; the parts add up to `total`.
 
     `projections` is q, k, v and o, `scores` the query-key products and the weighted sum of the values, `gate` the gate
-    projections and the products with what they gate.
+    projections and the products with what they gate, `mlp` the FFNs and the experts that a token is routed to.
     """
 
     total: int
@@ -81,6 +89,7 @@ class FlopCount:
     scores: int
     gate: int
     mlp: int
+    router: int
     lm_head: int
 
     @property
@@ -93,14 +102,14 @@ def count_parameters(config: Any) -> ParameterCount:
     """Count the parameters of the causal language model that a config describes.
 
     Args:
-        config: a `GatedQwenConfig`, or any object with its attributes.
+        config: a `GatedQwenConfig` or `GatedQwenMoeConfig`, or any object with the attributes of one.
 
     Returns:
-        The count by part, equal to `sum(p.numel() for p in model.parameters())` of the built `GatedQwenForCausalLM`.
+        The count by part; `total` equals `sum(p.numel() for p in model.parameters())` of the causal language model.
 
     Raises:
         AttributeError: the config lacks a field that the count needs.
-        ValueError: the config is a mixture of experts, or names a gate position that does not exist.
+        ValueError: the config has shared experts, or names a gate position that does not exist.
 
     Source: the shapes of arXiv 2505.06708, table 1 ("added param").
 
@@ -109,6 +118,9 @@ def count_parameters(config: Any) -> ParameterCount:
         >>> count = count_parameters(preset("dense-28l-headwise"))
         >>> count.total, count.gate
         (1721492480, 917504)
+        >>> count = count_parameters(preset("moe-15a2b-headwise"))
+        >>> f"{count.total / 1e9:.2f}B, of which a token uses {count.active / 1e9:.2f}B"
+        '14.37B, of which a token uses 1.91B'
     """
     _check(config, _MODEL_FIELDS, "count_parameters")
     layers, hidden, head_dim = config.num_hidden_layers, config.hidden_size, config.head_dim
@@ -128,11 +140,13 @@ def count_parameters(config: Any) -> ParameterCount:
         "embedding": embedding,
         "attention": layers * attention,
         "gate": layers * sum(_gate_parameters(config, position) for position in config.gate_positions),
-        "mlp": layers * _mlp_weights(config),
+        "mlp": _mlp_weights(config),
+        "router": _router_weights(config),
         "norm": layers * norm + hidden,
         "lm_head": 0 if config.tie_word_embeddings else embedding,
     }
-    return ParameterCount(total=sum(parts.values()), **parts)
+    total = sum(parts.values())
+    return ParameterCount(total=total, active=total - parts["mlp"] + _mlp_weights(config, active=True), **parts)
 
 
 def flops_per_token(config: Any, context_length: int) -> FlopCount:
@@ -144,7 +158,7 @@ def flops_per_token(config: Any, context_length: int) -> FlopCount:
     1 FLOP an element. Norms, RoPE, softmax, activations, biases and the embedding's look-up are not counted.
 
     Args:
-        config: a `GatedQwenConfig`, or any object with its attributes.
+        config: a `GatedQwenConfig` or `GatedQwenMoeConfig`, or any object with the attributes of one.
         context_length: keys that the token attends to, itself included, in tokens. That is the position of a token
             while decoding; the mean over a causal prefill of T tokens without a sliding window is (T + 1) / 2.
 
@@ -153,7 +167,7 @@ def flops_per_token(config: Any, context_length: int) -> FlopCount:
 
     Raises:
         AttributeError: the config lacks a field that the count needs.
-        ValueError: `context_length` is below 1, the config is a mixture of experts, or a layer type is unknown.
+        ValueError: `context_length` is below 1, the config has shared experts, or a layer type is unknown.
 
     Example:
         >>> from gated_qwen.configuration.presets import preset
@@ -170,7 +184,8 @@ def flops_per_token(config: Any, context_length: int) -> FlopCount:
         "projections": layers * 2 * _projection_weights(config),
         "scores": keys * 4 * config.num_attention_heads * config.head_dim,
         "gate": layers * sum(_gate_flops(config, position) for position in config.gate_positions),
-        "mlp": layers * 2 * _mlp_weights(config),
+        "mlp": 2 * _mlp_weights(config, active=True),
+        "router": 2 * _router_weights(config),
         "lm_head": 2 * config.vocab_size * config.hidden_size,
     }
     return FlopCount(total=sum(parts.values()), **parts)
@@ -183,7 +198,7 @@ def kv_cache_bytes(config: Any, sequence_length: int, batch_size: int = 1, bytes
     most that many tokens, which is what a static cache allocates; a dynamic one drops the oldest of them a step early.
 
     Args:
-        config: a `GatedQwenConfig`, or any config with `num_hidden_layers`, `num_key_value_heads`, `head_dim`,
+        config: one of our configs, or any config with `num_hidden_layers`, `num_key_value_heads`, `head_dim`,
             `layer_types` and `sliding_window`.
         sequence_length: tokens in the cache of each sequence.
         batch_size: sequences.
@@ -218,9 +233,22 @@ def _projection_weights(config: Any) -> int:
     return config.hidden_size * heads * config.head_dim
 
 
-def _mlp_weights(config: Any) -> int:
-    """Weights of one layer's gate, up and down projections (SwiGLU, no biases)."""
-    return 3 * config.hidden_size * config.intermediate_size
+def _mlp_weights(config: Any, active: bool = False) -> int:
+    """Weights of all layers' gate, up and down projections (SwiGLU, no biases), or of those that one token uses."""
+    widths = [config.intermediate_size] * (config.num_hidden_layers - len(_sparse_layers(config)))
+    for _ in _sparse_layers(config):
+        experts = config.num_experts_per_tok if active else config.num_experts
+        widths.append(experts * config.moe_intermediate_size)
+    return 3 * config.hidden_size * sum(widths)
+
+
+def _router_weights(config: Any) -> int:
+    """Weights of all layers' routers."""
+    return sum(config.num_experts * config.hidden_size for _ in _sparse_layers(config))
+
+
+def _sparse_layers(config: Any) -> list[int]:
+    return config.sparse_layers if hasattr(config, "num_experts") else []
 
 
 def _gated_elements(config: Any, position: str) -> int:
@@ -274,11 +302,13 @@ def _keys_per_layer(config: Any, length: int) -> list[int]:
 
 
 def _check(config: Any, fields: tuple[str, ...], caller: str) -> None:
+    if fields is _MODEL_FIELDS and hasattr(config, "num_experts"):
+        fields += _EXPERT_FIELDS
     missing = [name for name in (*fields, "layer_types", "sliding_window") if not hasattr(config, name)]
     if missing:
         raise AttributeError(
             f"{caller} needs config fields that this {type(config).__name__} lacks: {', '.join(missing)}; "
-            "pass a GatedQwenConfig (gate_positions=[] describes a model without gates)"
+            "pass a GatedQwenConfig or GatedQwenMoeConfig (gate_positions=[] describes a model without gates)"
         )
-    if caller != "kv_cache_bytes" and hasattr(config, "num_experts"):
-        raise ValueError(f"{caller} counts dense models; this {type(config).__name__} is a mixture of experts")
+    if fields is not _CACHE_FIELDS and getattr(config, "shared_expert_intermediate_size", None):
+        raise ValueError(f"{caller} counts no shared experts; this {type(config).__name__} has them")

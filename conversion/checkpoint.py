@@ -34,6 +34,7 @@ SIDE_FILES = (
 
 DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2, "BOOL": 1}
 FLOAT_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
+WRITTEN_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # those that a person can ask for
 
 
 class CheckpointError(ValueError):
@@ -42,7 +43,10 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies: its file, the place of its first byte, its dtype as safetensors writes it, its shape."""
+    """Where a tensor lies: its file, the place of its first byte, its dtype as safetensors writes it, its shape.
+
+    It may be a region of a larger tensor in the file.
+    """
 
     file: Path
     offset: int
@@ -66,16 +70,24 @@ class Checkpoint:
         """Reads one tensor from its file.
 
         Raises:
-            CheckpointError: the file has changed or broken since it was opened.
+            CheckpointError: the file has changed or broken since it was opened, or the tensor holds no floats.
         """
-        from safetensors import SafetensorError, safe_open
+        import torch
 
         info = self.tensors[name]
+        if info.dtype not in FLOAT_DTYPES:
+            raise CheckpointError(f"{info.file.name}: tensor {name} is {info.dtype}; dequantise the weights first")
+        tensor = torch.empty(info.shape, dtype=getattr(torch, FLOAT_DTYPES[info.dtype]))
+        content = tensor.reshape(-1).view(torch.uint8).numpy()
         try:
-            with safe_open(info.file, framework="pt") as file:
-                return file.get_tensor(name)
-        except (OSError, SafetensorError) as error:
+            with info.file.open("rb") as file:
+                file.seek(info.offset)
+                count = file.readinto(content.data)
+        except OSError as error:
             raise CheckpointError(f"{info.file}: tensor {name} cannot be read ({error})") from error
+        if count != content.nbytes:
+            raise CheckpointError(f"{info.file}: tensor {name} cannot be read (the file ends before it)")
+        return tensor
 
     def side_files(self) -> list[Path]:
         """Tokenizer files, chat template, generation config and licence, for copying."""
@@ -93,6 +105,8 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
         raise CheckpointError(f"{folder}: is a file; name the model folder")
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
+    if not (folder / "config.json").exists() and (folder / "adapter_config.json").exists():
+        raise CheckpointError(f"{folder}: an adapter and not a model; put it into its base with gated-qwen merge")
     return read_json(folder / "config.json", "a model folder needs it; is this the folder that holds the weights?")
 
 

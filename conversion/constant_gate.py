@@ -8,11 +8,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gated_qwen.configuration.configuration_gated_qwen import GATE_MODULES, GatedQwenConfig
+from gated_qwen.configuration.configuration_gated_qwen import GATE_MODULES
 from gated_qwen.conversion.plan import PlannedTensor, derived
 
 if TYPE_CHECKING:
     import torch
+
+    from gated_qwen.conversion.families import GatedConfig
 
 # Position -> the projection that takes the factor, and whether in its columns.
 TAKES = {
@@ -24,7 +26,7 @@ TAKES = {
 }
 
 
-def removed(part: dict[str, PlannedTensor], config: GatedQwenConfig) -> dict[str, PlannedTensor]:
+def removed(part: dict[str, PlannedTensor], config: "GatedConfig") -> dict[str, PlannedTensor]:
     """One layer's attention tensors, by short name, without their constant multiplicative gates."""
     part = dict(part)
     for position in config.gate_positions:

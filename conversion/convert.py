@@ -5,23 +5,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gated_qwen
-from gated_qwen.configuration.configuration_gated_qwen import GATE_GRANULARITIES, GatedQwenConfig
+from gated_qwen.configuration.configuration_gated_qwen import GATE_GRANULARITIES
 from gated_qwen.conversion import retrofit
-from gated_qwen.conversion.checkpoint import FLOAT_DTYPES, open_checkpoint, read_json
-from gated_qwen.conversion.families import SOURCES
+from gated_qwen.conversion.checkpoint import FLOAT_DTYPES, WRITTEN_DTYPES, CheckpointError, open_checkpoint, read_json
+from gated_qwen.conversion.families import SOURCES, causal_lm_class
 from gated_qwen.conversion.folder import atomic_folder, check_target
 from gated_qwen.conversion.gguf_target import GGUF_DTYPES, plan_gguf, write_gguf_file
 from gated_qwen.conversion.locate import resolve_source
 from gated_qwen.conversion.plan import PlannedTensor
+from gated_qwen.conversion.source_card import source_card
 from gated_qwen.conversion.sources import GatedCheckpoint, read_gated
 from gated_qwen.conversion.targets import TARGETS, Output, plan_target
 from gated_qwen.conversion.verify import Verification, verify_folder
 from gated_qwen.conversion.writer import PROVENANCE_NAME, parse_size, write_description, write_weights
 
-SAFETENSORS_DTYPES = {name: short for short, name in FLOAT_DTYPES.items() if short != "F64"}
+if TYPE_CHECKING:
+    from gated_qwen.conversion.families import GatedConfig
 
 
 @dataclass(frozen=True)
@@ -71,15 +73,16 @@ def convert(
 ) -> ConversionResult:
     """Converts a checkpoint to another layout, family or format.
 
-    An ungated source (Llama, Qwen2, Qwen3) is given a gate first. With the default start its logits do not change by
-    a bit in fp32 and bf16: the gate is zero and `o_proj` doubled. The authors of the paper saw no clear gain from
-    further training of such a start (appendix A.7), so it is a safe starting point and not a promise.
+    An ungated source (Llama, Qwen2, Qwen3, Qwen3-MoE) is given a gate first. With the default start its logits do not
+    change by a bit in fp32 and bf16: the gate is zero and `o_proj` doubled. The authors of the paper saw no clear gain
+    from further training of such a start (appendix A.7), so it is a safe starting point and not a promise.
 
     Args:
         source: a folder, a GGUF file (dequantised to fp32) or a Hub repository id.
         target: the folder, or for `to="gguf"` the file, to write; it appears when everything is written.
         from_family: one of `families.SOURCES`; None detects it from config.json.
-        to: `"gated_qwen"`, `"official"`, `"qwen3_next"`, `"qwen3_5"`, `"qwen3"` or `"gguf"`.
+        to: `"gated_qwen"`, `"official"`, `"qwen3_next"`, `"qwen3_5"`, `"qwen3"` or `"gguf"`; a mixture of experts
+            becomes that family's mixture.
         gate: for an ungated source, `"headwise"` (None too) or `"elementwise"`.
         start: for an ungated source: `"identity"` (exact), `"open"` or `"random"`.
         seed: of a random start.
@@ -135,14 +138,14 @@ def convert(
         else:
             output = plan_target(gated, to, identity_layer=identity_layer)
             if dtype is not None:
-                output = _in_dtype(output, SAFETENSORS_DTYPES[dtype])
+                output = _in_dtype(output, WRITTEN_DTYPES[dtype])
         main_dtype = _main_dtype(output.tensors)
         verification = None
         if not dry_run:
             if begin is not None:
                 begin(sum(tensor.nbytes for tensor in (gated.tensors.values() if to == "gguf" else output.tensors)))
             name = source_path.resolve().name if source_path.exists() else str(source)
-            recipe = _recipe(name, folder, gated, to, dtype)
+            recipe = _recipe(name, folder, gated, to, dtype, warnings)
             if to == "gguf":
                 write_gguf_file(target_path, gated, gguf_type, name, progress)
             else:
@@ -178,7 +181,7 @@ def _check_choices(
         ("target", to, (*TARGETS, "gguf")),
         ("gate", gate, (None, *GATE_GRANULARITIES)),
         ("start", start, retrofit.STARTS),
-        ("dtype", dtype, (None, *SAFETENSORS_DTYPES)),
+        ("dtype", dtype, (None, *WRITTEN_DTYPES)),
         ("GGUF type", gguf_type, (None, *GGUF_DTYPES)),
     ):
         if value not in allowed:
@@ -197,12 +200,12 @@ def _main_dtype(tensors: list[PlannedTensor]) -> str:
     return max(counts, key=lambda dtype: counts[dtype])
 
 
-def _set_dtype(config: GatedQwenConfig | dict[str, Any], dtype: str) -> None:
-    if isinstance(config, GatedQwenConfig):
-        config.dtype = dtype
-        config.architectures = config.architectures or ["GatedQwenForCausalLM"]
-    else:
+def _set_dtype(config: "GatedConfig | dict[str, Any]", dtype: str) -> None:
+    if isinstance(config, dict):
         config["dtype"] = config["torch_dtype"] = dtype  # the old name is read by transformers before 4.56
+    else:
+        config.dtype = dtype
+        config.architectures = config.architectures or [causal_lm_class(config).__name__]
 
 
 def _warnings(gated: GatedCheckpoint) -> list[str]:
@@ -214,15 +217,21 @@ def _warnings(gated: GatedCheckpoint) -> list[str]:
     return warnings
 
 
-def _recipe(name: str, folder: Path, gated: GatedCheckpoint, to: str, dtype: str | None) -> dict[str, Any]:
-    """How the result is made; the source's own record, where it has one, goes along."""
+def _recipe(
+    name: str, folder: Path, gated: GatedCheckpoint, to: str, dtype: str | None, warnings: list[str]
+) -> dict[str, Any]:
+    """How the result is made; the source's own record and its card's licence, where it has them, go along."""
     import torch
     import transformers
 
     source: dict[str, Any] = {"name": name, "family": gated.family}
     if (folder / PROVENANCE_NAME).exists():
         source["provenance"] = read_json(folder / PROVENANCE_NAME, "repair it or remove it")
-
+    try:
+        if card := source_card(folder):
+            source["card"] = card
+    except CheckpointError as error:  # no reason not to convert the weights
+        warnings.append(str(error))
     return {
         "format": 1,
         "verb": "convert",

@@ -1,20 +1,27 @@
-"""A fresh model folder from a preset."""
+"""A fresh model folder from a preset, drawn and written tensor by tensor: the model is never in memory."""
 
 import os
+from collections.abc import Callable
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gated_qwen
 from gated_qwen.configuration.presets import preset
-from gated_qwen.conversion.checkpoint import SIDE_FILES, CheckpointError
+from gated_qwen.conversion.checkpoint import SIDE_FILES, WRITTEN_DTYPES, CheckpointError
+from gated_qwen.conversion.experts import separated_shapes
+from gated_qwen.conversion.families import causal_lm_class
 from gated_qwen.conversion.folder import atomic_folder, check_target
-from gated_qwen.conversion.writer import write_description
+from gated_qwen.conversion.plan import PlannedTensor, filled
+from gated_qwen.conversion.retrofit import drawn
+from gated_qwen.conversion.sources import live_shapes
+from gated_qwen.conversion.writer import parse_size, write_description, write_weights
 
 if TYPE_CHECKING:
-    from gated_qwen.configuration.configuration_gated_qwen import GatedQwenConfig
+    import torch
 
-DTYPES = ("float32", "bfloat16", "float16")
+    from gated_qwen.conversion.families import GatedConfig
 
 
 def create(
@@ -28,8 +35,13 @@ def create(
     tokenizer: str | os.PathLike[str] | None = None,
     max_shard_size: str = "5GB",
     overwrite: bool = False,
+    begin: Callable[[int], None] | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> Path:
     """Writes a randomly initialised model of a preset's shape, ready to be trained.
+
+    Weights have the distributions that the model class gives them, but are drawn one by one from the seed and their
+    name, so they are not those of a model built in memory from the same seed.
 
     Args:
         preset_name: one of `gated_qwen.configuration.presets.preset_names()`.
@@ -41,6 +53,8 @@ def create(
         tokenizer: a folder whose tokenizer files are copied.
         max_shard_size: a text such as `"5GB"`.
         overwrite: replace a non-empty `target`.
+        begin: called once with the number of bytes to come.
+        progress: called with the number of bytes written since the last call.
 
     Returns:
         Path: `target`.
@@ -57,15 +71,17 @@ def create(
     """
     import torch
 
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r} is not known; choose one of {', '.join(DTYPES)}")
+    if dtype not in WRITTEN_DTYPES:
+        raise ValueError(f"dtype {dtype!r} is not known; choose one of {', '.join(WRITTEN_DTYPES)}")
+    shard_bytes = parse_size(max_shard_size)
     check_target(target, overwrite=overwrite)
     config = preset(preset_name, match_parameters=match_parameters, **(overrides or {}))
     side_files = _tokenizer_files(Path(tokenizer), config, overrides or {}) if tokenizer is not None else []
     config.dtype = dtype
-    config.architectures = ["GatedQwenForCausalLM"]
-    torch.manual_seed(seed)
-    model = gated_qwen.GatedQwenForCausalLM(config).to(getattr(torch, dtype))
+    config.architectures = [causal_lm_class(config).__name__]
+    tensors = initial_tensors(config, WRITTEN_DTYPES[dtype], seed)
+    if begin is not None:
+        begin(sum(tensor.nbytes for tensor in tensors))
     recipe = {
         "format": 1,
         "verb": "new",
@@ -77,12 +93,43 @@ def create(
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
     with atomic_folder(target, overwrite=overwrite) as temporary:
-        model.save_pretrained(temporary, max_shard_size=max_shard_size)
-        write_description(temporary, model.config, side_files, recipe)
+        write_weights(temporary, tensors, shard_bytes, progress)
+        write_description(temporary, config, side_files, recipe)
     return Path(target)
 
 
-def _tokenizer_files(folder: Path, config: "GatedQwenConfig", overrides: dict[str, Any]) -> list[Path]:
+def initial_tensors(config: "GatedConfig", dtype: str, seed: int) -> list[PlannedTensor]:
+    """The tensors of a fresh model by their names on disk, with the distributions of the class's `_init_weights`.
+
+    Args:
+        config: ours.
+        dtype: as safetensors writes it, e.g. `"BF16"`.
+        seed: of the normal tensors.
+    """
+    gate_std = config.initializer_range if config.gate_initializer_range is None else config.gate_initializer_range
+    tensors = []
+    for name, shape in separated_shapes(live_shapes(config)).items():
+        is_gate = ".g_proj" in name
+        if name.endswith("norm.weight"):
+            tensors.append(filled(name, dtype, shape, 1.0))
+        elif name.endswith(".bias") and not (is_gate and config.gate_input == "constant"):
+            tensors.append(filled(name, dtype, shape))
+        else:
+            std = gate_std if is_gate else config.initializer_range
+            make: Callable[[], torch.Tensor] = partial(drawn, name, dtype, shape, std, seed)
+            if name == "model.embed_tokens.weight" and config.pad_token_id is not None:
+                make = partial(_without_row, make, config.pad_token_id)
+            tensors.append(PlannedTensor(name, dtype, shape, f"normal, standard deviation {std:g}", make))
+    return tensors
+
+
+def _without_row(make: "Callable[[], torch.Tensor]", row: int) -> "torch.Tensor":
+    made = make()
+    made[row] = 0  # the embedding of padding
+    return made
+
+
+def _tokenizer_files(folder: Path, config: "GatedConfig", overrides: dict[str, Any]) -> list[Path]:
     """The files to copy; the config takes the tokenizer's special ids, unless they were set."""
     from transformers import AutoTokenizer
 

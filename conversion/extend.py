@@ -27,7 +27,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 LEFT_OUT = ("__pycache__", ".*", *(f"*{suffix}" for suffix in WEIGHT_SUFFIXES))
 # The families whose RoPE settings mean what is written here.
 FAMILIES = (
-    *("gated_qwen", "llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"),
+    *("gated_qwen", "gated_qwen_moe", "llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"),
     *("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
 )
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -167,6 +167,10 @@ def _with_step(
 ) -> dict[str, Any]:
     """The provenance record with this change appended to its list of steps."""
     record = provenance or {"format": 1, "verb": "extend", "source": {"name": source.resolve().name}}
+    if not isinstance(record.get("steps", []), list):
+        raise CheckpointError(
+            f"{source / PROVENANCE_NAME}: steps is {record['steps']!r}; expected a list, or remove it"
+        )
     names = ("rope_parameters", "max_position_embeddings")
     step = {
         "verb": "extend",

@@ -5,9 +5,15 @@ Weights keep their names in all of them.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from gated_qwen.conversion.checkpoint import CheckpointError
+
+if TYPE_CHECKING:
+    from gated_qwen.configuration.configuration_gated_qwen import GatedQwenConfig
+    from gated_qwen.configuration.configuration_gated_qwen_moe import GatedQwenMoeConfig
+
+    GatedConfig = GatedQwenConfig | GatedQwenMoeConfig
 
 # Fields that have the same name and meaning in every family and in ours.
 SHARED_FIELDS = (
@@ -28,7 +34,19 @@ SHARED_FIELDS = (
     "eos_token_id",
     "pad_token_id",
 )
+# Of these a mixture has the first two: all its layers are alike.
 SLIDING_FIELDS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+# Of a mixture of experts, as Qwen3-MoE names them.
+MOE_FIELDS = (
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "mlp_only_layers",
+    "decoder_sparse_step",
+    "output_router_logits",
+    "router_aux_loss_coef",
+)
 
 
 @dataclass(frozen=True)
@@ -65,6 +83,12 @@ FAMILIES = {
             fixed={"use_qk_norm": True, "attention_out_bias": None},
             copied=("attention_bias", *SLIDING_FIELDS),
         ),
+        Family(
+            "qwen3_moe",
+            "Qwen3-MoE",
+            fixed={"use_qk_norm": True, "attention_out_bias": None},
+            copied=("attention_bias", *SLIDING_FIELDS[:2], *MOE_FIELDS),
+        ),
     )
 }
 
@@ -74,7 +98,11 @@ NATIVE = {
     "qwen3_next": "qwen3_next",
     "qwen3_5": "qwen3_5",
     "qwen3_5_text": "qwen3_5",
+    "qwen3_5_moe": "qwen3_5",
+    "qwen3_5_moe_text": "qwen3_5",
 }
+OURS = ("gated_qwen", "gated_qwen_moe")
+OFFICIAL = ("qwen3", "qwen3_moe")  # with a gate flag; the release itself is dense
 SOURCES = ("gated_qwen", "official", "qwen3_next", "qwen3_5", *FAMILIES)
 
 
@@ -91,16 +119,16 @@ def detect_source(config: dict[str, Any]) -> str:
     """
     model_type = config.get("model_type")
     flags = official_gate_flags(config)
-    if flags and model_type != "qwen3":
+    if flags and model_type not in OFFICIAL:
         raise CheckpointError(
-            f"config.json: {flags[0]} marks the official release layout, which is model_type 'qwen3', but model_type "
-            f"is {model_type!r}; say which it is with --from"
+            f"config.json: {flags[0]} marks the official release layout, which is model_type {' or '.join(OFFICIAL)}, "
+            f"but model_type is {model_type!r}; say which it is with --from"
         )
     if len(flags) > 1:
         raise CheckpointError(f"config.json: both {' and '.join(flags)} are true; a gate has one granularity")
     if flags:
         return "official"
-    if model_type == "gated_qwen":
+    if model_type in OURS:
         return "gated_qwen"
     if model_type in NATIVE:
         if not (config.get("text_config") or config).get("attn_output_gate", True):
@@ -127,8 +155,34 @@ def config_object(config: dict[str, Any], model_type: str) -> Any:
 
 
 def shared_fields(config: Any) -> dict[str, Any]:
-    """The fields that mean the same in every family and in ours."""
-    return {name: getattr(config, name) for name in SHARED_FIELDS}
+    """The fields that mean the same in every family and in ours; Qwen3.5-MoE lacks the width of a dense layer."""
+    return {name: getattr(config, name) for name in SHARED_FIELDS if hasattr(config, name)}
+
+
+def gated_config(fields: dict[str, Any]) -> "GatedConfig":
+    """Our config from its fields: a mixture of experts where they say how many there are.
+
+    Raises:
+        ValueError: naming the field whose value has no meaning.
+    """
+    from gated_qwen.configuration.configuration_gated_qwen import GatedQwenConfig
+    from gated_qwen.configuration.configuration_gated_qwen_moe import GatedQwenMoeConfig
+
+    if "num_experts" in fields or "num_local_experts" in fields:
+        return GatedQwenMoeConfig(**fields)
+    return GatedQwenConfig(**fields)
+
+
+def is_mixture(config: "GatedConfig") -> TypeGuard["GatedQwenMoeConfig"]:
+    """Whether a config of ours is of a mixture of experts."""
+    return config.model_type == "gated_qwen_moe"
+
+
+def causal_lm_class(config: "GatedConfig") -> Any:
+    """Our causal language model for a config of ours."""
+    import gated_qwen
+
+    return gated_qwen.GatedQwenMoeForCausalLM if is_mixture(config) else gated_qwen.GatedQwenForCausalLM
 
 
 def ungated_fields(config: dict[str, Any], family_name: str) -> dict[str, Any]:
@@ -141,7 +195,7 @@ def ungated_fields(config: dict[str, Any], family_name: str) -> dict[str, Any]:
         family_name: a key of `FAMILIES`.
 
     Returns:
-        dict: keyword arguments of `GatedQwenConfig`.
+        dict: keyword arguments of `gated_config`.
 
     Raises:
         CheckpointError: naming the field whose value our model cannot hold.

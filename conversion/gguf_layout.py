@@ -1,8 +1,8 @@
-"""What a GGUF file of a gated model holds: llama.cpp's `qwen35` architecture, its keys and its tensors.
+"""What a GGUF file of a gated model holds: llama.cpp's `qwen35` or `qwen35moe` architecture, its keys and tensors.
 
-That architecture is Qwen3.5's text model: q, k norm, rotary embedding, attention, sigmoid gate, no biases. It keeps
-query and gate rows in one matrix, head by head (`layouts.native_rows`), and norm weights as they are. It also insists
-on at least one linear-attention layer, so one is appended whose weights are all zero: it adds exactly zero.
+These are Qwen3.5's text models, dense and a mixture: q, k norm, rotary embedding, attention, sigmoid gate, no biases.
+They keep query and gate rows in one matrix, head by head (`layouts.native_rows`), and norm weights as they are. They
+insist on at least one linear-attention layer, so one is appended whose weights are all zero: it adds exactly zero.
 """
 
 import math
@@ -10,14 +10,18 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from gated_qwen.conversion import gguf_experts
+from gated_qwen.conversion.experts import QWEN3_5_FIELDS
+from gated_qwen.conversion.families import is_mixture
 from gated_qwen.conversion.layouts import fuse_by_head
 from gated_qwen.conversion.plan import PlannedTensor, derived, filled
 from gated_qwen.conversion.sources import heads_of
 
 if TYPE_CHECKING:
-    from gated_qwen.configuration.configuration_gated_qwen import GatedQwenConfig
+    from gated_qwen.conversion.families import GatedConfig
 
-ARCHITECTURE = "qwen35"
+# By our model_type.
+ARCHITECTURES = {"gated_qwen": "qwen35", "gated_qwen_moe": "qwen35moe"}
 
 # Our names on the left, GGUF's on the right; %d is the layer.
 MODEL_TENSORS = {
@@ -33,6 +37,8 @@ LAYER_TENSORS = {
     "model.layers.%d.self_attn.k_norm.weight": "blk.%d.attn_k_norm.weight",
     "model.layers.%d.self_attn.o_proj.weight": "blk.%d.attn_output.weight",
     "model.layers.%d.post_attention_layernorm.weight": "blk.%d.post_attention_norm.weight",
+}
+MLP_TENSORS = {
     "model.layers.%d.mlp.gate_proj.weight": "blk.%d.ffn_gate.weight",
     "model.layers.%d.mlp.up_proj.weight": "blk.%d.ffn_up.weight",
     "model.layers.%d.mlp.down_proj.weight": "blk.%d.ffn_down.weight",
@@ -64,7 +70,7 @@ ROPE_TYPES = ("default", "linear", "yarn")
 YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}  # there are keys for them, which llama.cpp's `qwen35` does not read
 
 
-def check_gguf(config: "GatedQwenConfig") -> None:
+def check_gguf(config: "GatedConfig") -> None:
     """Checks that llama.cpp can hold a model, from its config alone.
 
     Args:
@@ -82,7 +88,7 @@ def check_gguf(config: "GatedQwenConfig") -> None:
     """
     found = [
         f"{field}={getattr(config, field)!r} (llama.cpp has {value!r})"
-        for field, value in HOLDABLE_FIELDS.items()
+        for field, value in _holdable_fields(config).items()
         if getattr(config, field) != value
     ]
     if config.gate_input_channels not in (None, config.hidden_size):
@@ -103,8 +109,12 @@ def check_gguf(config: "GatedQwenConfig") -> None:
         raise ValueError(f"GGUF cannot hold this model: {'; '.join(found)}")
 
 
-def gguf_keys(config: "GatedQwenConfig") -> dict[str, Any]:
-    """The keys that describe the architecture, with `qwen35.` before each name.
+def _holdable_fields(config: "GatedConfig") -> dict[str, Any]:
+    return {**HOLDABLE_FIELDS, **(QWEN3_5_FIELDS if is_mixture(config) else {})}
+
+
+def gguf_keys(config: "GatedConfig") -> dict[str, Any]:
+    """The keys that describe the architecture, with its name and a dot before each.
 
     Returns:
         Name to value: int, float, or a list of int or bool. Lengths and dimensions are in tokens and channels.
@@ -122,7 +132,11 @@ def gguf_keys(config: "GatedQwenConfig") -> dict[str, Any]:
         "block_count": config.num_hidden_layers + 1,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
+        **(
+            gguf_experts.expert_keys(config)
+            if is_mixture(config)
+            else {"feed_forward_length": config.intermediate_size}
+        ),
         "vocab_size": config.vocab_size,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
@@ -141,10 +155,10 @@ def gguf_keys(config: "GatedQwenConfig") -> dict[str, Any]:
         "ssm.group_count": 1,
         "ssm.time_step_rank": 1,
     }
-    return {f"{ARCHITECTURE}.{name}": value for name, value in keys.items()}
+    return {f"{ARCHITECTURES[config.model_type]}.{name}": value for name, value in keys.items()}
 
 
-def rope_keys(config: "GatedQwenConfig") -> dict[str, Any]:
+def rope_keys(config: "GatedConfig") -> dict[str, Any]:
     """The RoPE base and scaling, under `rope.`.
 
     llama.cpp multiplies YaRN's cos and sin by its own 0.1 ln(factor) + 1 (arXiv 2309.00071, equation 22), so
@@ -165,7 +179,7 @@ def rope_keys(config: "GatedQwenConfig") -> dict[str, Any]:
     return keys
 
 
-def gguf_tensors(config: "GatedQwenConfig", tensors: Mapping[str, PlannedTensor]) -> list[PlannedTensor]:
+def gguf_tensors(config: "GatedConfig", tensors: Mapping[str, PlannedTensor]) -> list[PlannedTensor]:
     """The tensors of the file under GGUF's names, in the order in which they are written.
 
     Args:
@@ -190,13 +204,16 @@ def gguf_tensors(config: "GatedQwenConfig", tensors: Mapping[str, PlannedTensor]
         fused = (take(QUERY_TENSOR % layer), take(GATE_TENSOR % layer))
         rule = "query and gate rows, head by head"
         plan.append(derived(FUSED_TENSOR % layer, fused, function, rule, (rows, config.hidden_size)))
-        plan += [take(ours % layer).renamed(theirs % layer) for ours, theirs in LAYER_TENSORS.items()]
+        same = LAYER_TENSORS if is_mixture(config) else {**LAYER_TENSORS, **MLP_TENSORS}
+        plan += [take(ours % layer).renamed(theirs % layer) for ours, theirs in same.items()]
+        if is_mixture(config):
+            plan += gguf_experts.expert_tensors(config, layer, take)
     if left:
         raise ValueError(f"GGUF export: tensor {sorted(left)[0]} has no place in the file")
     return plan + identity_layer(config)
 
 
-def identity_layer(config: "GatedQwenConfig") -> list[PlannedTensor]:
+def identity_layer(config: "GatedConfig") -> list[PlannedTensor]:
     """The appended linear-attention layer: zeros everywhere, so that both its sub-layers add zero to the residual."""
     size, ffn, ssm = config.hidden_size, config.intermediate_size, SSM_HEAD_DIM
     shapes: dict[str, tuple[int, ...]] = {
@@ -211,8 +228,13 @@ def identity_layer(config: "GatedQwenConfig") -> list[PlannedTensor]:
         "ssm_norm.weight": (ssm,),
         "ssm_out.weight": (size, ssm),
         "post_attention_norm.weight": (size,),
-        "ffn_gate.weight": (ffn, size),
-        "ffn_up.weight": (ffn, size),
-        "ffn_down.weight": (size, ffn),
     }
-    return [filled(f"blk.{config.num_hidden_layers}.{name}", "F32", shape) for name, shape in shapes.items()]
+    layer = config.num_hidden_layers
+    if is_mixture(config):
+        return [*_zeros(layer, shapes), *gguf_experts.zero_experts(config, layer)]
+    shapes |= {"ffn_gate.weight": (ffn, size), "ffn_up.weight": (ffn, size), "ffn_down.weight": (size, ffn)}
+    return _zeros(layer, shapes)
+
+
+def _zeros(layer: int, shapes: dict[str, tuple[int, ...]]) -> list[PlannedTensor]:
+    return [filled(f"blk.{layer}.{name}", "F32", shape) for name, shape in shapes.items()]

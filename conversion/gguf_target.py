@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from gated_qwen.conversion.gguf_layout import check_gguf, gguf_tensors
+from gated_qwen.conversion.gguf_layout import ARCHITECTURES, check_gguf, gguf_tensors
 from gated_qwen.conversion.sources import GatedCheckpoint
 from gated_qwen.conversion.targets import Output
 
@@ -22,7 +22,7 @@ def plan_gguf(gated: GatedCheckpoint, target: Path, *, overwrite: bool) -> Outpu
         raise FileExistsError(f"{target} is a folder; name the GGUF file to write, e.g. {target / 'model.gguf'}")
     if target.exists() and not overwrite:
         raise FileExistsError(f"{target} exists; name another file, or pass --overwrite to replace it")
-    notes = ["architecture qwen35, with an identity recurrent layer"]
+    notes = [f"architecture {ARCHITECTURES[gated.config.model_type]}, with an identity recurrent layer"]
     folder = tokenizer_folder(gated)
     if folder is None:
         notes.append(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from gated_qwen.configuration.configuration_gated_qwen import GatedQwenConfig
+    from gated_qwen.conversion.families import GatedConfig
 
 # GGUF's token types.
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
@@ -29,7 +29,7 @@ PRE_TOKENIZERS = {
 }
 
 
-def tokenizer_keys(folder: Path, config: "GatedQwenConfig") -> dict[str, Any]:
+def tokenizer_keys(folder: Path, config: "GatedConfig") -> dict[str, Any]:
     """The `tokenizer.*` keys of a tokenizer, its chat template among them.
 
     Args:
@@ -159,7 +159,7 @@ def _added_around(folder: Path, tokenizer: "PreTrainedTokenizerFast", text: str)
     raise AssertionError
 
 
-def _special_ids(folder: Path, tokenizer: "PreTrainedTokenizerFast", config: "GatedQwenConfig") -> dict[str, int]:
+def _special_ids(folder: Path, tokenizer: "PreTrainedTokenizerFast", config: "GatedConfig") -> dict[str, int]:
     end = _first_id(tokenizer.eos_token_id, config.eos_token_id)
     if end is None:
         _refuse(folder, "it names no eos_token, and llama.cpp would end every text at token 11")

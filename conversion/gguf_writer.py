@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gated_qwen.conversion.folder import atomic_file
-from gated_qwen.conversion.gguf_layout import ARCHITECTURE, check_gguf, gguf_keys, gguf_tensors
+from gated_qwen.conversion.gguf_layout import ARCHITECTURES, check_gguf, gguf_keys, gguf_tensors
 from gated_qwen.conversion.gguf_tokenizer import tokenizer_keys
 from gated_qwen.conversion.plan import PlannedTensor
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy
     import torch
 
-    from gated_qwen.configuration.configuration_gated_qwen import GatedQwenConfig
+    from gated_qwen.conversion.families import GatedConfig
 
 # The name of a type, and the number by which `general.file_type` says that most tensors have it.
 FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}
@@ -28,22 +28,24 @@ CHUNK = 1 << 22  # weights that are quantised at a time
 def gguf_type(tensor: PlannedTensor, dtype: str) -> str:
     """The type of a tensor in the file, as GGUF names it.
 
-    Matrices are stored in the file's type; norms, whatever else has one dimension, and the convolution of the appended
-    layer in F32. Q8_0 cuts rows into blocks of 32, so a matrix whose rows do not divide is F32 there.
+    Matrices are stored in the file's type; in F32 are norms, whatever else has one dimension, the convolution of the
+    appended layer, and routers, since a rounded one would choose other experts. Q8_0 cuts rows into blocks of 32, so a
+    matrix whose rows do not divide is F32 there.
 
     Args:
         tensor: a tensor of `gguf_tensors`.
         dtype: a key of `FILE_TYPES`.
     """
     whole_blocks = dtype != "q8_0" or tensor.shape[-1] % BLOCK == 0
-    if len(tensor.shape) < 2 or tensor.name.endswith("ssm_conv1d.weight") or not whole_blocks:
+    kept = tensor.name.endswith(("ssm_conv1d.weight", "ffn_gate_inp.weight"))
+    if len(tensor.shape) < 2 or kept or not whole_blocks:
         return "F32"
     return dtype.upper()
 
 
 def write_gguf(
     file: Path,
-    config: "GatedQwenConfig",
+    config: "GatedConfig",
     tensors: Mapping[str, PlannedTensor],
     *,
     dtype: str = "bf16",
@@ -85,7 +87,7 @@ def write_gguf(
     import numpy
 
     with atomic_file(file) as temporary:
-        writer = gguf.GGUFWriter(None, ARCHITECTURE)
+        writer = gguf.GGUFWriter(None, ARCHITECTURES[config.model_type])
         for key, value in keys.items():
             _add_key(writer, key, value)
         for tensor in plan:
@@ -97,7 +99,7 @@ def write_gguf(
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
             for tensor in plan:
-                writer.write_tensor_data(encode(tensor.name, tensor.make(), gguf_type(tensor, dtype)))
+                writer.write_tensor_data(_encoded(tensor, gguf_type(tensor, dtype)))
         finally:
             writer.close()
 
@@ -125,6 +127,20 @@ def _add_key(writer: Any, key: str, value: Any) -> None:
 def _nbytes(tensor: PlannedTensor, kind: Any, gguf: Any) -> int:
     block, size = gguf.GGML_QUANT_SIZES[kind]
     return int(tensor.elements // block * size)
+
+
+def _encoded(tensor: PlannedTensor, kind: str) -> "numpy.ndarray":
+    """The bytes of a tensor of the file; of one that has parts, made and rounded part by part."""
+    import numpy
+
+    if not tensor.parts:
+        return encode(tensor.name, tensor.make(), kind)
+    first = encode(tensor.name, tensor.parts[0].make(), kind)
+    whole = numpy.empty((len(tensor.parts), *first.shape), dtype=first.dtype)
+    whole[0] = first
+    for number, part in enumerate(tensor.parts[1:], start=1):
+        whole[number] = encode(tensor.name, part.make(), kind)
+    return whole
 
 
 def encode(name: str, tensor: "torch.Tensor", kind: str) -> "numpy.ndarray":

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from gated_qwen.conversion import layouts, norms
 from gated_qwen.conversion.checkpoint import Checkpoint, CheckpointError, open_checkpoint
-from gated_qwen.conversion.families import detect_source
+from gated_qwen.conversion.experts import live_state
+from gated_qwen.conversion.families import causal_lm_class, detect_source
 from gated_qwen.conversion.plan import PlannedTensor
 from gated_qwen.conversion.sources import GatedCheckpoint, heads_of, is_norm, read_gated
 
@@ -87,15 +88,14 @@ def _norm_maker(checkpoint: Checkpoint, name: str, reading: str):  # type: ignor
 def _loss(source: GatedCheckpoint, tensors: dict[str, PlannedTensor], tokens: "torch.Tensor") -> float:
     import torch
 
-    import gated_qwen
-
     with torch.device("meta"):
-        model = gated_qwen.GatedQwenForCausalLM(source.config)
+        model = causal_lm_class(source.config)(source.config)
     model.to_empty(device="cpu")
     state = {name: tensor.make().float() for name, tensor in tensors.items()}
     if source.config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    model.load_state_dict(state, assign=True)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    model.load_state_dict(live_state(state, shapes), assign=True)
     model.model.rotary_emb = type(model.model.rotary_emb)(source.config)
     with torch.no_grad():
         return float(model.eval()(tokens, labels=tokens, use_cache=False).loss)

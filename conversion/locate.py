@@ -9,6 +9,7 @@ from pathlib import Path
 
 from gated_qwen.conversion.checkpoint import SIDE_FILES, CheckpointError
 from gated_qwen.conversion.families import FAMILIES
+from gated_qwen.conversion.source_card import CARD_NAME, card_text, gguf_card
 
 
 @contextmanager
@@ -44,7 +45,9 @@ def resolve_source(source: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def dequantize_gguf(file: Path, folder: Path) -> None:
-    """Writes a GGUF file of a known family as a Hugging Face folder: fp32 weights, config, tokenizer, chat template.
+    """Writes a GGUF file of a dense family as a Hugging Face folder: fp32 weights, config, tokenizer, chat template.
+
+    A README.md says the licence and the origin, where the file names them.
 
     Raises:
         CheckpointError: not a GGUF file, an architecture that cannot be given a gate, or the `gguf` extra is missing.
@@ -55,11 +58,15 @@ def dequantize_gguf(file: Path, folder: Path) -> None:
     with file.open("rb") as stream:
         if stream.read(4) != b"GGUF":
             raise CheckpointError(f"{file}: not a GGUF file (a folder or a .gguf file is expected)")
-    if _architecture(file) == "qwen35":
-        raise CheckpointError(f"{file}: architecture 'qwen35' is an export; convert the folder that it was made from")
+    if (architecture := _architecture(file)) in ("qwen35", "qwen35moe"):
+        raise CheckpointError(
+            f"{file}: architecture {architecture!r} is an export; convert the folder that it was made from"
+        )
     where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     try:
         config = AutoConfig.from_pretrained(**where)
+        if config.model_type == "qwen3_moe":  # transformers 5.24 reads such a file with experts of one width only
+            raise CheckpointError(f"{file}: a mixture of experts; convert the folder that it was made from")
         if config.model_type not in FAMILIES:
             raise CheckpointError(
                 f"{file}: architecture {config.model_type!r} cannot be given a gate; known: {', '.join(FAMILIES)}"
@@ -79,6 +86,8 @@ def dequantize_gguf(file: Path, folder: Path) -> None:
         raise CheckpointError(f"{file}: cannot be read as GGUF ({' '.join(str(error).split())})") from error
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    if card := card_text(gguf_card(file)):
+        (folder / CARD_NAME).write_text(card, encoding="utf-8")
 
 
 def _architecture(file: Path) -> str | None:
@@ -97,7 +106,8 @@ def _download(repo_id: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    wanted = [*SIDE_FILES, "additional_chat_templates/*", "config.json", "*.safetensors", "*.safetensors.index.json"]
+    wanted = [*SIDE_FILES, CARD_NAME, "additional_chat_templates/*", "config.json"]
+    wanted += ["*.safetensors", "*.safetensors.index.json"]
     try:
         return Path(snapshot_download(repo_id, allow_patterns=wanted, ignore_patterns=["*.py", "*/*.safetensors"]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:

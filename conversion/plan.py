@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 class PlannedTensor:
     """A tensor to be written: name, dtype as safetensors writes it, shape, the rule in words, and how it is made.
 
-    `copy_of` names the region of a file that holds the tensor's bytes unchanged, where there is one.
+    `copy_of` names the region of a file that holds the tensor's bytes unchanged, where there is one. The bytes of
+    `parts`, where there are any, follow each other in this tensor, so it can be written without being made whole.
     """
 
     name: str
@@ -26,6 +27,7 @@ class PlannedTensor:
     make: Callable[[], "torch.Tensor"]
     sources: tuple[str, ...] = ()
     copy_of: TensorInfo | None = None
+    parts: tuple["PlannedTensor", ...] = ()
 
     @property
     def elements(self) -> int:
@@ -44,6 +46,8 @@ class PlannedTensor:
         if dtype == self.dtype:
             return self
         rule = f"{self.rule}, as {dtype}"
+        if self.parts:
+            return stacked(self.name, [part.as_dtype(dtype) for part in self.parts], rule, self.shape)
         return replace(self, dtype=dtype, rule=rule, make=partial(_cast, self.name, self.make, dtype), copy_of=None)
 
 
@@ -70,6 +74,22 @@ def derived(
     return PlannedTensor(name, dtype, shape or first.shape, rule, make, names)
 
 
+def stacked(name: str, parts: list[PlannedTensor], rule: str, shape: tuple[int, ...]) -> PlannedTensor:
+    """A tensor whose bytes are those of `parts`, one after the other; where their dtypes differ, in the widest.
+
+    Args:
+        name: of the whole.
+        parts: tensors of any shapes with as many elements together as the whole has.
+        rule: in words.
+        shape: of the whole.
+    """
+    dtypes = {part.dtype for part in parts}
+    dtype = dtypes.pop() if len(dtypes) == 1 else max((*dtypes, "F32"), key=lambda dtype: DTYPE_BYTES[dtype])
+    parts = [part.as_dtype(dtype) for part in parts]
+    names = tuple(source for part in parts for source in part.sources)
+    return PlannedTensor(name, dtype, shape, rule, partial(_stack, parts, shape), names, parts=tuple(parts))
+
+
 def filled(name: str, dtype: str, shape: tuple[int, ...], value: float = 0.0) -> PlannedTensor:
     """A tensor that holds one value."""
     rule = "zeros" if value == 0 else f"all {value:g}"
@@ -89,6 +109,15 @@ def _apply(name: str, function: Callable[..., "torch.Tensor"], sources: tuple[Pl
         return function(*(planned.make() for planned in sources))
     except OverflowError as error:
         raise CheckpointError(f"tensor {name}: {error}") from error
+
+
+def _stack(parts: list[PlannedTensor], shape: tuple[int, ...]) -> "torch.Tensor":
+    import torch
+
+    whole = torch.empty(math.prod(shape), dtype=torch_dtype(parts[0].dtype))
+    for part, place in zip(parts, whole.split([part.elements for part in parts]), strict=True):
+        place.copy_(part.make().reshape(-1))
+    return whole.view(shape)
 
 
 def _cast(name: str, make: Callable[[], "torch.Tensor"], dtype: str) -> "torch.Tensor":

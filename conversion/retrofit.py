@@ -61,13 +61,14 @@ def gate_tensor(name: str, dtype: str, shape: tuple[int, ...], start: str, std: 
         return filled(name, dtype, shape, OPEN_BIAS if start == "open" else 0.0)
     if start == "random":
         rule = f"normal, standard deviation {std:g}, seed {seed}"
-        return PlannedTensor(name, dtype, shape, rule, partial(_normal, name, dtype, shape, std, seed))
+        return PlannedTensor(name, dtype, shape, rule, partial(drawn, name, dtype, shape, std, seed))
     return filled(name, dtype, shape)
 
 
-def _normal(name: str, dtype: str, shape: tuple[int, ...], std: float, seed: int) -> "torch.Tensor":
-    """Drawn from the seed and the tensor's name, so that it does not depend on the order of writing."""
+def drawn(name: str, dtype: str, shape: tuple[int, ...], std: float, seed: int) -> "torch.Tensor":
+    """A normal tensor drawn from the seed and its name, so that it does not depend on the order of writing."""
     import torch
 
-    generator = torch.Generator().manual_seed((seed << 32) + zlib.crc32(name.encode()))
-    return (torch.randn(shape, generator=generator) * std).to(torch_dtype(dtype))
+    # torch's generator on the CPU takes 32 bits of a seed.
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+    return torch.randn(shape, generator=generator).mul_(std).to(torch_dtype(dtype))

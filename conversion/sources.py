@@ -5,20 +5,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import gated_qwen
-from gated_qwen.configuration.configuration_gated_qwen import GATE_GRANULARITIES, GatedQwenConfig
-from gated_qwen.conversion import layouts, norms, retrofit
+from gated_qwen.configuration.configuration_gated_qwen import GATE_GRANULARITIES
+from gated_qwen.conversion import experts, layouts, norms, retrofit
 from gated_qwen.conversion.checkpoint import FLOAT_DTYPES, Checkpoint, CheckpointError
 from gated_qwen.conversion.families import (
     FAMILIES,
+    MOE_FIELDS,
+    causal_lm_class,
     config_object,
     detect_source,
+    gated_config,
     shared_fields,
     ungated_fields,
 )
 from gated_qwen.conversion.plan import PlannedTensor, copied, derived
+
+if TYPE_CHECKING:
+    from gated_qwen.conversion.families import GatedConfig
 
 # Buffers that old releases saved and every version recomputes.
 RECOMPUTED = ("rotary_emb.inv_freq",)
@@ -29,7 +34,7 @@ NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "sel
 class GatedCheckpoint:
     """A gated model as it will be, in our config and our names; `recipe` says how it came about."""
 
-    config: GatedQwenConfig
+    config: "GatedConfig"
     tensors: Mapping[str, PlannedTensor]
     family: str
     side_files: list[Path]
@@ -64,6 +69,7 @@ def read_gated(
         )
     if family not in FAMILIES and start != "identity":
         raise CheckpointError(f"config.json: the source ({family}) has a gate already, so it has no start {start!r}")
+    checkpoint = experts.separated(checkpoint)
     _check_layers(checkpoint)
     if family not in FAMILIES and gate is not None:
         has = (
@@ -84,7 +90,7 @@ def read_gated(
 
 def _read_ours(checkpoint: Checkpoint) -> GatedCheckpoint:
     fields = {name: value for name, value in checkpoint.config.items() if name not in ("auto_map", "model_type")}
-    config = GatedQwenConfig(**fields)
+    config = gated_config(fields)
     tensors = {
         name: _source(checkpoint, name, shape) for name, shape in _expected(checkpoint, config, {}, set()).items()
     }
@@ -99,8 +105,10 @@ def _read_ungated(checkpoint: Checkpoint, family: str, gate: str, start: str, se
     fields = {**ungated_fields(checkpoint.config, family), "gate_positions": ["attn_output"], "gate_granularity": gate}
     if start != "random":
         fields["gate_initializer_range"] = 0.0  # gate weights that are missing at load time are zeros as well
-    config = GatedQwenConfig(**fields, gate_bias=start == "open")
-    expected = _expected(checkpoint, config, {}, {name for name in _shapes(config) if "self_attn.g_proj." in name})
+    config = gated_config({**fields, "gate_bias": start == "open"})
+    expected = _expected(
+        checkpoint, config, {}, {name for name in _shapes(checkpoint, config) if "self_attn.g_proj." in name}
+    )
     tensors = {}
     for name, shape in expected.items():
         if "self_attn.g_proj." in name:
@@ -135,27 +143,26 @@ def _read_official(checkpoint: Checkpoint) -> GatedCheckpoint:
                 f"config.json: {flag} is {config.get(flag)!r}; the official layout needs true or false"
             )
     # The official code reads qkv_bias for q, k, v and o, and ignores attention_bias.
+    family = "qwen3_moe" if config.get("model_type") == "qwen3_moe" else "qwen3"
     fields = {
-        **ungated_fields({**config, "attention_bias": config["qkv_bias"]}, "qwen3"),
+        **ungated_fields({**config, "attention_bias": config["qkv_bias"]}, family),
         "use_qk_norm": config["use_qk_norm"],
         "gate_positions": ["attn_output"],
         "gate_granularity": granularities[0],
         "gate_bias": config["qkv_bias"],
     }
-    return _split(checkpoint, GatedQwenConfig(**fields), layouts.official_rows, "official", {})
+    return _split(checkpoint, gated_config(fields), layouts.official_rows, "official", {})
 
 
 def _read_native(checkpoint: Checkpoint, family: str) -> GatedCheckpoint:
     """Splits the fused q_proj of a Qwen3-Next or Qwen3.5 text model whose layers are all full attention."""
     text = checkpoint.config.get("text_config") or checkpoint.config
-    filled_in = config_object(text, {"qwen3_next": "qwen3_next", "qwen3_5": "qwen3_5_text"}[family])
+    filled_in = config_object(text, native_type(family, any(map(experts.is_expert, checkpoint.tensors))))
     layer_types = list(filled_in.layer_types)
     identity = _identity_layer(checkpoint, layer_types)
     kept = len(layer_types) - (identity is not None)
     if other := sorted(set(layer_types[:kept]) - {"full_attention"}):
         raise CheckpointError(f"config.json: layer_types has {other[0]}; only models of full attention are converted")
-    if family == "qwen3_next" and any(".mlp.experts." in name for name in checkpoint.tensors):
-        raise CheckpointError("config.json: this Qwen3-Next model has experts; only dense models are converted")
     rope = dict(filled_in.rope_parameters)
     if rope.pop("partial_rotary_factor", 0.25) != 1.0:
         raise CheckpointError("config.json: partial_rotary_factor is not 1.0: part of each head is not rotated")
@@ -170,14 +177,15 @@ def _read_native(checkpoint: Checkpoint, family: str) -> GatedCheckpoint:
         "rope_parameters": rope,
         "gate_positions": ["attn_output"],
         "gate_granularity": "elementwise",
+        **_native_experts(checkpoint, filled_in, kept, identity),
     }
+    config = gated_config(fields)
     prefix = (
         "model.language_model." if any(n.startswith("model.language_model.") for n in checkpoint.tensors) else "model."
     )
-    names = {
-        name: name.replace("model.", prefix, 1) for name in _shapes(GatedQwenConfig(**fields)) if prefix != "model."
-    }
-    source = _split(checkpoint, GatedQwenConfig(**fields), layouts.native_rows, family, names, identity)
+    names = {name: name.replace("model.", prefix, 1) for name in _shapes(checkpoint, config) if prefix != "model."}
+    dropped = (experts.SHARED_EXPERT,) if identity is None else (experts.SHARED_EXPERT, identity)
+    source = _split(checkpoint, config, layouts.native_rows, family, names, dropped)
     tensors = {
         name: derived(name, (tensor,), norms.unshift, "plus 1") if is_norm(name) else tensor
         for name, tensor in source.tensors.items()
@@ -185,16 +193,44 @@ def _read_native(checkpoint: Checkpoint, family: str) -> GatedCheckpoint:
     return GatedCheckpoint(source.config, tensors, family, source.side_files, source.recipe, source.warnings)
 
 
+def native_type(family: str, mixture: bool) -> str:
+    """The `model_type` of a text model of a native family; Qwen3-Next has one for dense models and mixtures."""
+    return "qwen3_next" if family == "qwen3_next" else "qwen3_5_moe_text" if mixture else "qwen3_5_text"
+
+
+def _native_experts(checkpoint: Checkpoint, config: Any, layers: int, identity: str | None) -> dict[str, Any]:
+    """Fields of the experts of a native model, none for a dense one; a shared expert must not add anything.
+
+    Raises:
+        CheckpointError: naming the shared expert that does.
+    """
+    kept = [name for name in checkpoint.tensors if identity is None or identity not in name]
+    if not any(map(experts.is_expert, kept)):
+        return {}
+    for name in sorted(name for name in kept if name.endswith(f"{experts.SHARED_EXPERT}.down_proj.weight")):
+        if bool(checkpoint.load(name).any()):
+            raise CheckpointError(
+                f"{checkpoint.tensors[name].file.name}: tensor {name} is not zero: the model has a shared expert, and "
+                "ours has none; only models whose shared experts add nothing are converted"
+            )
+    fields = {**experts.QWEN3_5_FIELDS}  # which that family does not write down
+    fields |= {name: getattr(config, name) for name in MOE_FIELDS if hasattr(config, name)}
+    fields["mlp_only_layers"] = [layer for layer in fields["mlp_only_layers"] if layer < layers]
+    if not hasattr(config, "intermediate_size"):  # of a dense layer, of which there is none
+        fields["intermediate_size"] = config.moe_intermediate_size * config.num_experts_per_tok
+    return fields
+
+
 def _split(
     checkpoint: Checkpoint,
-    config: GatedQwenConfig,
+    config: "GatedConfig",
     rows_of: Any,
     family: str,
     names: dict[str, str],
-    dropped: str | None = None,
+    dropped: tuple[str, ...] = (),
 ) -> GatedCheckpoint:
     rows = rows_of(heads_of(config))
-    gates = {name for name in _shapes(config) if ".self_attn.g_proj." in name}
+    gates = {name for name in _shapes(checkpoint, config) if ".self_attn.g_proj." in name}
     tensors = {}
     for name, shape in _expected(checkpoint, config, names, gates, dropped).items():
         part = name.rpartition("self_attn.")[2]
@@ -220,7 +256,7 @@ def _check_layers(checkpoint: Checkpoint) -> None:
         raise CheckpointError(f"config.json: num_hidden_layers={declared}, but the weights have {len(found)} layers")
 
 
-def heads_of(config: GatedQwenConfig, granularity: str | None = None) -> layouts.Heads:
+def heads_of(config: "GatedConfig", granularity: str | None = None) -> layouts.Heads:
     """The shape that a layout depends on; `granularity` is the config's unless said."""
     key_value = int(config.num_key_value_heads or config.num_attention_heads)
     return layouts.Heads(
@@ -237,45 +273,57 @@ def _identity_layer(checkpoint: Checkpoint, layer_types: list[str]) -> str | Non
     if not layer_types or layer_types[-1] != "linear_attention":
         return None
     prefix = f"layers.{len(layer_types) - 1}."
-    outputs = [
-        name
-        for name in checkpoint.tensors
-        if prefix in name and name.endswith(("out_proj.weight", "down_proj.weight"))
+    outputs = [  # of the attention, and of the MLP or of each expert
+        [name for name in checkpoint.tensors if prefix in name and name.endswith(f"{module}.weight")]
+        for module in ("out_proj", "down_proj")
     ]
-    if len(outputs) != 2 or any(bool(checkpoint.load(name).any()) for name in outputs):
+    if not all(outputs) or any(bool(checkpoint.load(name).any()) for name in sum(outputs, [])):
         return None
     return prefix
 
 
-def _shapes(config: GatedQwenConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the gated model, by name; a tied head is not one of its own."""
+def live_shapes(config: "GatedConfig") -> dict[str, tuple[int, ...]]:
+    """Every tensor of the gated model, by its name in memory; a tied head is not one of its own."""
     import torch
 
     with torch.device("meta"):
-        model = gated_qwen.GatedQwenForCausalLM(config)
+        model = causal_lm_class(config)(config)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if config.tie_word_embeddings:
         del shapes["lm_head.weight"]
     return shapes
 
 
+def _shapes(checkpoint: Checkpoint, config: "GatedConfig") -> dict[str, tuple[int, ...]]:
+    """Every tensor of the gated model, by its name on disk.
+
+    Raises:
+        CheckpointError: the config says more experts than the weights have.
+    """
+    shapes = live_shapes(config)
+    declared, found = experts.count_fused(shapes), experts.count_experts(checkpoint.tensors)
+    if declared > found:
+        raise CheckpointError(f"config.json: num_experts={declared}, but the weights have {found} experts")
+    return experts.separated_shapes(shapes)
+
+
 def _expected(
     checkpoint: Checkpoint,
-    config: GatedQwenConfig,
+    config: "GatedConfig",
     names: dict[str, str],
     made: set[str],
-    dropped: str | None = None,
+    dropped: tuple[str, ...] = (),
 ) -> dict[str, tuple[int, ...]]:
     """The gated model's tensors, after checking that the source has them and nothing else.
 
-    `names` maps ours to the source's where they differ; `made` are not in the source; a `dropped` prefix is ignored.
+    `names` maps ours to the source's where they differ; `made` are not in the source; what has a `dropped` part in its
+    name is ignored.
     """
     import torch
 
-    shapes = _shapes(config)
+    shapes = _shapes(checkpoint, config)
     found = {name for name in checkpoint.tensors if not name.endswith(RECOMPUTED)}
-    if dropped is not None:
-        found = {name for name in found if dropped not in name}
+    found = {name for name in found if not any(part in name for part in dropped)}
     if config.tie_word_embeddings and (head := names.get("lm_head.weight", "lm_head.weight")) in found:
         embedding = names.get("model.embed_tokens.weight", "model.embed_tokens.weight")
         if embedding in found and not torch.equal(checkpoint.load(head), checkpoint.load(embedding)):

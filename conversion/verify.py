@@ -18,7 +18,7 @@ TEXT = (
     "made books cheap enough for a merchant to own, and had turned spelling, which had been each scribe's own affair, "
     "into something about which readers could disagree. "
 )
-RUNNABLE = ("llama", "qwen2", "qwen3", "gated_qwen", "qwen3_next", "qwen3_5")
+RUNNABLE = ("llama", "qwen2", "qwen3", "qwen3_moe", "gated_qwen", "qwen3_next", "qwen3_5")
 # Largest difference that rounding explains, as a share of the largest logit.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.1}
 

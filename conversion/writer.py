@@ -1,21 +1,23 @@
 """Writing a model folder: weights in shards, then side files, code, provenance and, last, config.json."""
 
+import inspect
 import json
 import os
 import shutil
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gated_qwen.conversion.checkpoint import DTYPE_BYTES, INDEX_NAME, CheckpointError
+from gated_qwen.conversion.families import causal_lm_class
 from gated_qwen.conversion.plan import PlannedTensor, torch_dtype
 
 if TYPE_CHECKING:
     import torch
 
-    from gated_qwen.configuration.configuration_gated_qwen import GatedQwenConfig
+    from gated_qwen.conversion.families import GatedConfig
 
 PROVENANCE_NAME = "provenance.json"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -68,7 +70,8 @@ def write_weights(
     """Writes safetensors shards, and the index when there are several.
 
     The library's writer wants a whole shard in memory. Here every tensor has its place from the start, and two threads
-    fill the places: what is copied unchanged goes over in chunks, so at most two computed tensors are in memory.
+    fill the places: what is copied unchanged goes over in chunks, and a tensor of parts is written part by part, so at
+    most two computed tensors or parts are in memory.
 
     Args:
         folder: an existing folder.
@@ -113,22 +116,30 @@ def _write_shard(path: Path, shard: list[PlannedTensor], progress: Callable[[int
         file.flush()
         base = file.tell()
         file.truncate(base + end)
-        with_nan = []
+        with_nan: set[str] = set()
 
-        def write(tensor: PlannedTensor, place: int) -> None:
-            put = _copy_region if tensor.copy_of is not None else _write_tensor
-            if put(tensor, file.fileno(), base + place):
-                with_nan.append(tensor.name)
+        def write(name: str, part: PlannedTensor, place: int) -> None:
+            put = _copy_region if part.copy_of is not None else _write_tensor
+            if put(part, file.fileno(), base + place):
+                with_nan.add(name)
             if progress is not None:
-                progress(tensor.nbytes)
+                progress(part.nbytes)
 
         pool = ThreadPoolExecutor(max_workers=2)
         try:
-            for future in [pool.submit(write, *job) for job in zip(shard, places, strict=True)]:
+            for future in [pool.submit(write, *job) for job in _jobs(shard, places)]:
                 future.result()
         finally:  # after a failure what has not begun is not begun
             pool.shutdown(cancel_futures=True)
     return sorted(with_nan)
+
+
+def _jobs(shard: list[PlannedTensor], places: list[int]) -> Iterator[tuple[str, PlannedTensor, int]]:
+    """What is written in one go, and where: a tensor or, of one that has parts, each of them."""
+    for tensor, place in zip(shard, places, strict=True):
+        for part in tensor.parts or (tensor,):
+            yield tensor.name, part, place
+            place += part.nbytes
 
 
 def _copy_region(tensor: PlannedTensor, target: int, place: int) -> bool:
@@ -176,7 +187,7 @@ def _write_all(target: int, content: memoryview, place: int) -> None:
 
 def write_description(
     folder: Path,
-    config: "GatedQwenConfig | dict[str, Any]",
+    config: "GatedConfig | dict[str, Any]",
     side_files: Iterable[Path],
     provenance: dict[str, Any],
 ) -> None:
@@ -191,9 +202,6 @@ def write_description(
     """
     from transformers import GenerationConfig
 
-    from gated_qwen import modeling_gated_qwen
-    from gated_qwen.configuration.configuration_gated_qwen import GatedQwenConfig
-
     for path in side_files:
         if path.is_dir():
             shutil.copytree(path, folder / path.name)
@@ -201,14 +209,22 @@ def write_description(
             shutil.copyfile(path, folder / path.name)
     write_json(folder / PROVENANCE_NAME, provenance)
     if not (folder / "generation_config.json").exists():
-        values = config.to_dict() if isinstance(config, GatedQwenConfig) else config
+        values = config if isinstance(config, dict) else config.to_dict()
         GenerationConfig(**{name: values.get(name) for name in TOKEN_IDS}).save_pretrained(folder)
-    if isinstance(config, GatedQwenConfig):
-        code = Path(modeling_gated_qwen.__file__)
-        shutil.copyfile(code, folder / code.name)
-        config.save_pretrained(folder)  # also copies the config's own code
-    else:
+    if isinstance(config, dict):
         write_json(folder / "config.json", config)
+    else:
+        for code in _model_code(config):
+            shutil.copyfile(code, folder / code.name)
+        config.save_pretrained(folder)  # also copies the config's own code
+
+
+def _model_code(config: "GatedConfig") -> list[Path]:
+    """The file of the model's class and the files that it imports by name, as a load with remote code needs them."""
+    from transformers.dynamic_module_utils import get_relative_import_files
+
+    code = inspect.getfile(causal_lm_class(config))
+    return [Path(path) for path in (code, *get_relative_import_files(code))]
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -1,17 +1,19 @@
 """Gated attention for Qwen-style decoders in Hugging Face Transformers (arXiv 2505.06708).
 
-Importing this package registers the model with transformers' Auto classes, so that
-`AutoModelForCausalLM.from_pretrained(folder)` finds it without remote code.
+Importing this package registers the models with transformers' Auto classes, so that
+`AutoModelForCausalLM.from_pretrained(folder)` finds them without remote code.
 """
 
+import importlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from gated_qwen.configuration.configuration_gated_qwen import GatedQwenConfig
+    from gated_qwen.configuration.configuration_gated_qwen_moe import GatedQwenMoeConfig
     from gated_qwen.modeling_gated_qwen import (
         GatedQwenForCausalLM,
         GatedQwenForQuestionAnswering,
@@ -19,14 +21,33 @@ if TYPE_CHECKING:
         GatedQwenForTokenClassification,
         GatedQwenModel,
     )
+    from gated_qwen.modeling_gated_qwen_moe import (
+        GatedQwenMoeForCausalLM,
+        GatedQwenMoeForQuestionAnswering,
+        GatedQwenMoeForSequenceClassification,
+        GatedQwenMoeForTokenClassification,
+        GatedQwenMoeModel,
+    )
 
-# The Auto class that finds each model class.
-_MODEL_CLASSES = {
-    "AutoModel": "GatedQwenModel",
-    "AutoModelForCausalLM": "GatedQwenForCausalLM",
-    "AutoModelForSequenceClassification": "GatedQwenForSequenceClassification",
-    "AutoModelForTokenClassification": "GatedQwenForTokenClassification",
-    "AutoModelForQuestionAnswering": "GatedQwenForQuestionAnswering",
+# What follows a family's name in its model classes, and the Auto class that finds it.
+_AUTO_CLASSES = {
+    "Model": "AutoModel",
+    "ForCausalLM": "AutoModelForCausalLM",
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "ForTokenClassification": "AutoModelForTokenClassification",
+    "ForQuestionAnswering": "AutoModelForQuestionAnswering",
+}
+_CONFIG_MODULES = {
+    "GatedQwen": "gated_qwen.configuration.configuration_gated_qwen",
+    "GatedQwenMoe": "gated_qwen.configuration.configuration_gated_qwen_moe",
+}
+_MODEL_MODULES = {
+    "GatedQwen": "gated_qwen.modeling_gated_qwen",
+    "GatedQwenMoe": "gated_qwen.modeling_gated_qwen_moe",
+}
+_MODULE_OF = {
+    **{f"{family}Config": module for family, module in _CONFIG_MODULES.items()},
+    **{f"{family}{suffix}": module for family, module in _MODEL_MODULES.items() for suffix in _AUTO_CLASSES},
 }
 
 __all__ = [
@@ -36,6 +57,12 @@ __all__ = [
     "GatedQwenForSequenceClassification",
     "GatedQwenForTokenClassification",
     "GatedQwenModel",
+    "GatedQwenMoeConfig",
+    "GatedQwenMoeForCausalLM",
+    "GatedQwenMoeForQuestionAnswering",
+    "GatedQwenMoeForSequenceClassification",
+    "GatedQwenMoeForTokenClassification",
+    "GatedQwenMoeModel",
     "__version__",
     "register_auto_classes",
 ]
@@ -45,23 +72,17 @@ def register_auto_classes() -> None:
     """Registers the config and model classes with transformers' Auto classes; calling it twice is harmless."""
     import transformers
 
-    from gated_qwen import modeling_gated_qwen as modeling
-    from gated_qwen.configuration.configuration_gated_qwen import GatedQwenConfig
+    for family, module in _MODEL_MODULES.items():
+        config_class = __getattr__(f"{family}Config")
+        transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+        for suffix, auto_class in _AUTO_CLASSES.items():
+            model_class = getattr(importlib.import_module(module), f"{family}{suffix}")
+            getattr(transformers, auto_class).register(config_class, model_class, exist_ok=True)
 
-    transformers.AutoConfig.register(GatedQwenConfig.model_type, GatedQwenConfig, exist_ok=True)
-    for auto_class, model_class in _MODEL_CLASSES.items():
-        getattr(transformers, auto_class).register(GatedQwenConfig, getattr(modeling, model_class), exist_ok=True)
 
-
-def __getattr__(name: str) -> object:
-    if name == "GatedQwenConfig":
-        from gated_qwen.configuration.configuration_gated_qwen import GatedQwenConfig
-
-        return GatedQwenConfig
-    if name in _MODEL_CLASSES.values():
-        from gated_qwen import modeling_gated_qwen
-
-        return getattr(modeling_gated_qwen, name)
+def __getattr__(name: str) -> Any:
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(_MODULE_OF[name]), name)
     raise AttributeError(f"module 'gated_qwen' has no attribute {name!r}")
 
 

@@ -252,13 +252,17 @@ class GatedQwenDecoderLayer(Qwen3DecoderLayer):
         self.hidden_size = config.hidden_size
         self.attention_type = config.layer_types[layer_idx]  # read by transformers before 5.4
         self.self_attn = GatedQwenAttention(config, layer_idx)
-        self.mlp = Qwen3MLP(config)
+        self.mlp = self.build_mlp(config, layer_idx)
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.attn_sandwich_layernorm = self.mlp_sandwich_layernorm = None
         if config.sandwich_norm:
             self.attn_sandwich_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
             self.mlp_sandwich_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    @staticmethod
+    def build_mlp(config, layer_idx):
+        return Qwen3MLP(config)
 
     def forward(self, hidden_states, attention_mask=None, **kwargs):
         """Returns the residual stream (B, T, C) after attention and MLP; kwargs go to the attention."""
@@ -272,17 +276,15 @@ class GatedQwenDecoderLayer(Qwen3DecoderLayer):
         residual = hidden_states
         hidden_states = self.post_attention_layernorm(hidden_states)
         hidden_states = self.mlp(hidden_states)
+        if isinstance(hidden_states, tuple):  # experts of transformers 4 return their router logits as well
+            hidden_states = hidden_states[0]
         if self.mlp_sandwich_layernorm is not None:
             hidden_states = self.mlp_sandwich_layernorm(hidden_states)
         return residual + hidden_states
 
 
-class GatedQwenPreTrainedModel(Qwen3PreTrainedModel):
-    config: GatedQwenConfig
-    config_class = GatedQwenConfig
-    base_model_prefix = "model"
-    _no_split_modules = ["GatedQwenDecoderLayer"]
-    _can_record_outputs = {"hidden_states": GatedQwenDecoderLayer, "attentions": GatedQwenAttention}
+class GateInitialization:
+    """Draws the initial weights of the gates; other modules are left to the parent."""
 
     @torch.no_grad()
     def _init_weights(self, module):
@@ -297,20 +299,27 @@ class GatedQwenPreTrainedModel(Qwen3PreTrainedModel):
             super()._init_weights(module)
 
 
-class GatedQwenModel(GatedQwenPreTrainedModel, Qwen3Model):
-    def __init__(self, config):
+class GatedQwenPreTrainedModel(GateInitialization, Qwen3PreTrainedModel):
+    config: GatedQwenConfig
+    config_class = GatedQwenConfig
+    base_model_prefix = "model"
+    _no_split_modules = ["GatedQwenDecoderLayer"]
+    _can_record_outputs = {"hidden_states": GatedQwenDecoderLayer, "attentions": GatedQwenAttention}
+
+
+class GatedQwenBody:
+    """The modules of a decoder with gated layers, and a forward that keeps packed samples apart where it can."""
+
+    def build_modules(self, config, layer_class):
+        """Builds what the constructor of transformers' body builds, with our layers."""
         config.validate_architecture_fields()  # attributes may have been set since the config was built
-        # Qwen3Model's constructor with our layers; its forward is inherited.
-        super(Qwen3Model, self).__init__(config)
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
-        self.layers = nn.ModuleList([GatedQwenDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.layers = nn.ModuleList([layer_class(config, i) for i in range(config.num_hidden_layers)])
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = GatedQwenRotaryEmbedding(config)
         self.gradient_checkpointing = False
-        self.has_sliding_layers = "sliding_attention" in config.layer_types
-        self.post_init()
 
     @functools.wraps(Qwen3Model.forward)
     def forward(self, *args, **kwargs):
@@ -345,10 +354,18 @@ class GatedQwenModel(GatedQwenPreTrainedModel, Qwen3Model):
             kwargs["use_cache"] = False
             return
         warnings.warn(
-            "GatedQwenModel: position_ids restart inside a row, but packed samples are told apart only without a 2-D "
-            "attention_mask and without a cache (use_cache=False): here they see each other.",
+            f"{type(self).__name__}: position_ids restart inside a row, but packed samples are told apart only "
+            "without a 2-D attention_mask and without a cache (use_cache=False): here they see each other.",
             stacklevel=2,
         )
+
+
+class GatedQwenModel(GatedQwenBody, GatedQwenPreTrainedModel, Qwen3Model):
+    def __init__(self, config):
+        super(Qwen3Model, self).__init__(config)
+        self.build_modules(config, GatedQwenDecoderLayer)
+        self.has_sliding_layers = "sliding_attention" in config.layer_types
+        self.post_init()
 
 
 class GatedQwenForCausalLM(GatedQwenPreTrainedModel, Qwen3ForCausalLM):
@@ -362,31 +379,49 @@ class GatedQwenForCausalLM(GatedQwenPreTrainedModel, Qwen3ForCausalLM):
 
 # The generic heads build their body through AutoModel.from_config, which does not know a class that came as remote
 # code, so each names it; their forwards are inherited.
-class GatedQwenForSequenceClassification(GenericForSequenceClassification, GatedQwenPreTrainedModel):
+class SequenceClassificationHead(GenericForSequenceClassification):
+    body_class = None
+
     def __init__(self, config):
         super(GenericForSequenceClassification, self).__init__(config)
         self.num_labels = config.num_labels
-        self.model = GatedQwenModel(config)
+        self.model = self.body_class(config)
         self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
         self.post_init()
 
 
-class GatedQwenForTokenClassification(GenericForTokenClassification, GatedQwenPreTrainedModel):
+class TokenClassificationHead(GenericForTokenClassification):
+    body_class = None
+
     def __init__(self, config):
         super(GenericForTokenClassification, self).__init__(config)
         self.num_labels = config.num_labels
-        self.model = GatedQwenModel(config)
+        self.model = self.body_class(config)
         self.dropout = nn.Dropout(0.1 if (dropout := getattr(config, "classifier_dropout", None)) is None else dropout)
         self.score = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
 
-class GatedQwenForQuestionAnswering(GenericForQuestionAnswering, GatedQwenPreTrainedModel):
+class QuestionAnsweringHead(GenericForQuestionAnswering):
+    body_class = None
+
     def __init__(self, config):
         super(GenericForQuestionAnswering, self).__init__(config)
-        self.model = GatedQwenModel(config)
+        self.model = self.body_class(config)
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
         self.post_init()
+
+
+class GatedQwenForSequenceClassification(SequenceClassificationHead, GatedQwenPreTrainedModel):
+    body_class = GatedQwenModel
+
+
+class GatedQwenForTokenClassification(TokenClassificationHead, GatedQwenPreTrainedModel):
+    body_class = GatedQwenModel
+
+
+class GatedQwenForQuestionAnswering(QuestionAnsweringHead, GatedQwenPreTrainedModel):
+    body_class = GatedQwenModel
 
 
 GatedQwenModel.register_for_auto_class("AutoModel")

@@ -125,7 +125,7 @@ def feed_forward(x, weights, prefix):
     )
 
 
-def logits(input_ids, weights, config):
+def logits(input_ids, weights, config, mlp=feed_forward):
     """Logits (T, V) of one sequence of token ids; weights is a state dict of the causal language model."""
     weights = {name: tensor.detach().double() for name, tensor in weights.items()}
     eps = config.rms_norm_eps
@@ -136,7 +136,7 @@ def logits(input_ids, weights, config):
         if config.sandwich_norm:
             y = rms_norm(y, weights[f"{prefix}.attn_sandwich_layernorm.weight"], eps)
         x = x + y
-        y = feed_forward(rms_norm(x, weights[f"{prefix}.post_attention_layernorm.weight"], eps), weights, prefix)
+        y = mlp(rms_norm(x, weights[f"{prefix}.post_attention_layernorm.weight"], eps), weights, prefix)
         if config.sandwich_norm:
             y = rms_norm(y, weights[f"{prefix}.mlp_sandwich_layernorm.weight"], eps)
         x = x + y

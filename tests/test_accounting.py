@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCache
 
 from gated_qwen import GatedQwenConfig, GatedQwenForCausalLM
 from gated_qwen.configuration import accounting
@@ -48,7 +48,16 @@ PART_OF_MODULE = {
     "lm_head": "lm_head",
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "attention"),
     **dict.fromkeys(("g_proj", "g_proj_query", "g_proj_key", "g_proj_value", "g_proj_dense"), "gate"),
-    **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "mlp"),
+    **dict.fromkeys(("gate_proj", "up_proj", "down_proj", "experts"), "mlp"),
+    "gate": "router",  # Qwen3-MoE's name
+}
+PARTS = ("embedding", "attention", "gate", "mlp", "router", "norm", "lm_head")
+EXPERTS = {
+    "every layer": {},
+    "a dense layer": {"mlp_only_layers": [0]},
+    "every second layer": {"decoder_sparse_step": 2},
+    "no sparse layer": {"decoder_sparse_step": 3, "output_router_logits": False, "router_z_loss_coef": 0.0},
+    "one of three": {"num_experts": 3, "num_experts_per_tok": 1, "moe_intermediate_size": 5},
 }
 
 
@@ -60,12 +69,12 @@ def paper_moe_attention(**gate):
 
 def built_on_meta(config):
     with torch.device("meta"):
-        return GatedQwenForCausalLM(config)
+        return AutoModelForCausalLM.from_config(config)
 
 
 def parts_of(model):
     """Parameters of a built model, summed by the part that the name of the module belongs to."""
-    parts = dict.fromkeys(("embedding", "attention", "gate", "mlp", "norm", "lm_head"), 0)
+    parts = dict.fromkeys(PARTS, 0)
     for name, parameter in model.named_parameters():
         parts[PART_OF_MODULE.get(name.split(".")[-2], "norm")] += parameter.numel()
     return parts
@@ -73,7 +82,7 @@ def parts_of(model):
 
 def counted_parts(config):
     count = count_parameters(config)
-    return {part: getattr(count, part) for part in ("embedding", "attention", "gate", "mlp", "norm", "lm_head")}
+    return {part: getattr(count, part) for part in PARTS}
 
 
 # Parameters
@@ -113,6 +122,32 @@ def test_count_equals_the_built_model_for_every_set_of_positions(granularity, op
         model = built_on_meta(config)
         assert counted_parts(config) == parts_of(model), positions
         assert count_parameters(config).total == sum(p.numel() for p in model.parameters()), positions
+
+
+@pytest.mark.parametrize("options", [{}, {"gate_positions": list(POSITIONS)}, {"sandwich_norm": True}], ids=str)
+@pytest.mark.parametrize("experts", EXPERTS.values(), ids=EXPERTS.keys())
+def test_count_of_experts_equals_the_built_model(experts, options):
+    config = preset("tiny-moe-elementwise", **experts, **options)
+    assert counted_parts(config) == parts_of(built_on_meta(config))
+
+
+@pytest.mark.parametrize("experts", EXPERTS.values(), ids=EXPERTS.keys())
+def test_active_parameters_are_those_that_get_a_gradient_from_one_token(experts):
+    model = AutoModelForCausalLM.from_config(preset("tiny-moe-headwise", **experts, tie_word_embeddings=False))
+    model.set_experts_implementation("eager")
+    model(torch.tensor([[3]])).logits.square().sum().backward()
+    used = 0
+    for name, parameter in model.named_parameters():
+        if "experts" in name:
+            used += sum(expert.numel() for expert, grad in zip(parameter, parameter.grad, strict=True) if grad.any())
+        else:
+            used += parameter.numel()
+    assert used == count_parameters(model.config).active
+
+
+def test_active_parameters_of_a_dense_model_are_all_of_them():
+    count = count_parameters(preset("dense-28l-headwise"))
+    assert count.active == count.total
 
 
 def test_an_ungated_config_counts_as_the_qwen3_of_its_shape():
@@ -156,6 +191,12 @@ def test_flops_of_a_tiny_model_by_hand():
     assert flops.lm_head == 2 * 32 * 64
     assert flops.total == flops.projections + flops.scores + flops.gate + flops.mlp + flops.lm_head
     assert flops.gate_share == flops.gate / flops.total
+
+
+def test_a_token_pays_for_its_own_experts_and_for_the_router():
+    flops = flops_per_token(preset("tiny-moe-headwise", mlp_only_layers=[1]), context_length=10)
+    assert flops.mlp == 2 * 3 * 32 * (2 * 16 + 64)  # two experts of width 16 in layer 0, an FFN of 64 in layer 1
+    assert flops.router == 2 * 8 * 32
 
 
 @pytest.mark.parametrize(
@@ -258,12 +299,19 @@ def test_a_config_without_gate_fields_is_refused_with_their_names():
         count_parameters(Qwen3Config())
 
 
-def test_a_mixture_of_experts_is_not_counted_as_a_dense_model():
-    config = SimpleNamespace(**preset("tiny-headwise").to_dict(), num_experts=8)
-    with pytest.raises(ValueError, match="mixture of experts"):
+def test_shared_experts_are_refused():
+    config = preset("tiny-moe-headwise")
+    config.shared_expert_intermediate_size = 16
+    with pytest.raises(ValueError, match="count_parameters counts no shared experts"):
         count_parameters(config)
-    with pytest.raises(ValueError, match="mixture of experts"):
+    with pytest.raises(ValueError, match="flops_per_token counts no shared experts"):
         flops_per_token(config, 4)
+
+
+def test_experts_without_the_fields_to_count_them_are_refused():
+    config = SimpleNamespace(**preset("tiny-headwise").to_dict(), num_experts=8)
+    with pytest.raises(AttributeError, match="lacks: num_experts_per_tok, moe_intermediate_size, sparse_layers"):
+        count_parameters(config)
 
 
 def test_an_unknown_gate_position_is_refused_with_those_that_exist():

@@ -16,7 +16,7 @@ from tiny import tokens
 from transformers import AutoModelForCausalLM
 from ungated import SOURCES, ungated_folder, ungated_model
 
-from gated_qwen import GatedQwenForCausalLM
+from gated_qwen import GatedQwenForCausalLM, GatedQwenMoeForCausalLM
 from gated_qwen.conversion.checkpoint import CheckpointError, open_checkpoint
 from gated_qwen.conversion.convert import convert
 from gated_qwen.conversion.folder import atomic_folder
@@ -48,7 +48,7 @@ def test_the_gated_model_has_the_sources_logits_to_the_bit(name, gate, dtype, tm
     result = convert(folder, tmp_path / "gated", gate=gate)
     before = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     after = AutoModelForCausalLM.from_pretrained(result.target, dtype=dtype)
-    assert type(after) is GatedQwenForCausalLM
+    assert type(after) is (GatedQwenMoeForCausalLM if "moe" in name else GatedQwenForCausalLM)
     with torch.no_grad():
         for attention in ("eager", "sdpa"):
             before.set_attn_implementation(attention)
@@ -123,6 +123,7 @@ def test_the_folder_is_complete_and_says_how_it_was_made(source, tmp_path):
         "model.safetensors",
         "modeling_gated_qwen.py",
         "provenance.json",
+        "rope_parameters.py",
         "tokenizer.json",
         "tokenizer_config.json",
     }
@@ -161,6 +162,21 @@ def test_the_record_of_how_a_model_was_made_grows_with_every_step(source, tmp_pa
     earlier = record["source"]["provenance"]
     assert (record["to"], record["source"]["name"]) == ("official", "gated")
     assert earlier["source"] == {"name": "source", "family": "llama"} and earlier["gate"]["start"] == "identity"
+
+
+def test_the_licence_of_the_source_goes_into_the_record(source, tmp_path):
+    (source / "README.md").write_text("---\nlicense: mit\ntags: [other]\n---\n# Not about the result\n")
+    convert(source, tmp_path / "gated")
+    record = json.loads((tmp_path / "gated" / "provenance.json").read_text())
+    assert record["source"]["card"] == {"license": "mit"}
+    assert not (tmp_path / "gated" / "README.md").exists()
+
+
+def test_a_broken_card_is_warned_of_and_the_weights_are_converted(source, tmp_path):
+    (source / "README.md").write_text("---\nlicense: [mit\n---\n")
+    result = convert(source, tmp_path / "gated")
+    assert any("README.md: the front matter is not valid YAML" in warning for warning in result.warnings)
+    assert (result.target / "config.json").exists()
 
 
 def test_verification_runs_no_code_of_the_source(source, tmp_path):
@@ -373,6 +389,10 @@ def duplicate_tensor(folder):
 
 BROKEN = {
     "no config.json": (lambda f: (f / "config.json").unlink(), "config.json: no such file"),
+    "an adapter": (
+        lambda f: (f / "config.json").rename(f / "adapter_config.json"),
+        "an adapter and not a model; put it into its base with gated-qwen merge",
+    ),
     "config.json is not JSON": (lambda f: (f / "config.json").write_text("{"), "config.json: not readable as JSON"),
     "config.json is a list": (lambda f: (f / "config.json").write_text("[]"), "expected a JSON object"),
     "config without weights": (lambda f: (f / "model.safetensors").unlink(), "without weights"),

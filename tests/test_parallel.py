@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from tiny import EVERY_POSITION, tiny_config, tiny_model, tokens
+from tiny import EVERY_POSITION, TINY_EXPERTS, tiny_config, tiny_model, tiny_moe_config, tiny_moe_model, tokens
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
@@ -32,10 +32,26 @@ VARIANTS = {
     "no gate": {"gate_positions": [], "attn_output_activation": "silu"},
     "sandwich norm, tied": {"sandwich_norm": True, "tie_word_embeddings": True},
 }
+# Layer 0 has experts, layer 1 an FFN, so that each pipeline stage is of another kind.
+EXPERTS = {**TINY_EXPERTS, "num_hidden_layers": 2, "num_experts": 6}
+MOE_VARIANTS = {
+    "experts": EXPERTS,
+    "experts, headwise": {**EXPERTS, "gate_granularity": "headwise"},
+    "experts, every position": {**EXPERTS, "gate_positions": EVERY_POSITION, "norm_topk_prob": False},
+}
+VARIANTS |= MOE_VARIANTS
 SHARED = [name for name in VARIANTS if name.startswith("head-shared")]
 # Parts add up before the gate on the dense output acts.
-SPLIT_BY_HEAD = [name for name in VARIANTS if name not in (*SHARED, "every position")]
+SPLIT_BY_HEAD = [name for name in VARIANTS if name not in (*SHARED, *MOE_VARIANTS, "every position")]
 OF_KEY_VALUE_HEADS = ("k_proj", "v_proj", "g_proj_key", "g_proj_value")
+
+
+def config_of(variant):
+    return (tiny_moe_config if variant in MOE_VARIANTS else tiny_config)(**VARIANTS[variant])
+
+
+def model_of(variant):
+    return (tiny_moe_model if variant in MOE_VARIANTS else tiny_model)(**VARIANTS[variant])
 
 
 def style_of(plan, module_name):
@@ -91,14 +107,14 @@ def test_parts_hold_whole_heads_and_add_up(variant, parts):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_plan_names_only_what_the_model_has(variant):
-    model = tiny_model(**VARIANTS[variant]).model
-    names = [name for name, _ in model.named_modules()]
+    model = model_of(variant).model
+    names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     assert [rule for rule in model.config.base_model_tp_plan if not any(fnmatch(name, rule) for name in names)] == []
 
 
 def test_gates_of_heads_are_split_and_all_others_are_replicated():
-    for variant, fields in VARIANTS.items():
-        config = tiny_config(**fields)
+    for variant in VARIANTS:
+        config = config_of(variant)
         shared = config.gate_head_shared
         for position in config.gate_positions:
             module = "g_proj" if position == "attn_output" else f"g_proj_{position.removesuffix('_output')}"
@@ -110,6 +126,19 @@ def test_gates_of_heads_are_split_and_all_others_are_replicated():
 def test_a_changed_plan_stays_with_its_config():
     tiny_config(gate_head_shared=True)
     assert tiny_config().base_model_tp_plan["layers.*.self_attn.g_proj"] == "colwise"
+
+
+@pytest.mark.parametrize("variant", MOE_VARIANTS)
+def test_the_expert_plan_splits_all_experts_and_nothing_else(variant):
+    config = config_of(variant)
+    assert {rule.split(".", 3)[-1] for rule in config.base_model_ep_plan} == {
+        "experts",
+        "experts.gate_up_proj",
+        "experts.down_proj",
+    }
+    for module in ("self_attn.g_proj", "mlp.gate"):
+        assert style_of(config.base_model_ep_plan, f"layers.0.{module}") is None
+    assert style_of(config.base_model_tp_plan, "layers.0.mlp.gate") is None  # each rank routes every token
 
 
 def test_the_pipeline_plan_covers_every_stage():
@@ -147,6 +176,24 @@ def staged_run(folder):
         return {"logits": model(tokens(2, 9)).logits, "layers": [type(layer).__name__ for layer in model.model.layers]}
 
 
+def experts_run(folder):
+    """What one rank finds with the experts of `folder` spread over two ranks."""
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2, ep_size=2))
+    ids = tokens(2, 9)
+    output = model(ids, labels=ids)
+    output.loss.backward()
+    own = model.model.layers[0].mlp.experts.gate_up_proj
+    return {
+        "logits": output.logits.detach(),
+        "experts": (own.to_local() if hasattr(own, "to_local") else own).shape[0],
+        "gradients": {
+            name: whole(parameter.grad)
+            for name, parameter in model.named_parameters()
+            if ".g_proj" in name or name.endswith("mlp.gate.weight")
+        },
+    }
+
+
 def rank_main(rank, folder):
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
@@ -154,7 +201,10 @@ def rank_main(rank, folder):
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     found = {}
     for number, variant in enumerate(VARIANTS):
-        for kind, run in (("split", split_run), ("staged", staged_run)):
+        runs = {"split": split_run, "staged": staged_run}
+        if variant in MOE_VARIANTS:
+            runs["experts"] = experts_run
+        for kind, run in runs.items():
             try:
                 found[kind, variant] = run(Path(folder, str(number)))
             except Exception:
@@ -168,8 +218,8 @@ def rank_main(rank, folder):
 def two_ranks(tmp_path_factory):
     """Per rank, what it found for every variant; one pair of processes runs them all."""
     folder = tmp_path_factory.mktemp("ranks")
-    for number, fields in enumerate(VARIANTS.values()):
-        tiny_model(**fields).save_pretrained(folder / str(number))
+    for number, variant in enumerate(VARIANTS):
+        model_of(variant).save_pretrained(folder / str(number))
     mp.spawn(rank_main, args=(str(folder),), nprocs=2)
     return [torch.load(folder / f"rank{rank}") for rank in range(2)]
 
@@ -184,7 +234,7 @@ def results(two_ranks, kind, variant):
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_two_tensor_parallel_processes_give_the_logits_of_one(two_ranks, variant):
-    model = tiny_model(**VARIANTS[variant])
+    model = model_of(variant)
     expected = model(tokens(2, 9)).logits
     parameters = dict(model.named_parameters())
     for rank, found in enumerate(results(two_ranks, "split", variant)):
@@ -198,7 +248,7 @@ def test_two_tensor_parallel_processes_give_the_logits_of_one(two_ranks, variant
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in SHARED])
 def test_two_tensor_parallel_processes_give_the_gradients_of_one(two_ranks, variant):
-    model = tiny_model(**VARIANTS[variant])
+    model = model_of(variant)
     model(tokens(2, 9), labels=tokens(2, 9)).loss.backward()
     for found in results(two_ranks, "split", variant):
         for name, parameter in model.named_parameters():
@@ -217,9 +267,25 @@ def test_training_a_shared_gate_on_two_processes_is_refused(two_ranks, variant):
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_two_pipeline_stages_give_the_logits_of_one_process(two_ranks, variant):
-    expected = tiny_model(**VARIANTS[variant])(tokens(2, 9)).logits
+    model = model_of(variant)
+    expected = model(tokens(2, 9)).logits
     found = results(two_ranks, "staged", variant)
     for result in found:
         torch.testing.assert_close(result["logits"], expected, atol=1e-6, rtol=0)
-    ours = [[name == "GatedQwenDecoderLayer" for name in result["layers"]] for result in found]
+    layer_class = type(model.model.layers[0]).__name__
+    ours = [[name == layer_class for name in result["layers"]] for result in found]
     assert ours == [[True, False], [False, True]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", MOE_VARIANTS)
+def test_two_expert_parallel_processes_give_logits_and_gradients_of_one(two_ranks, variant):
+    model = model_of(variant)
+    output = model(tokens(2, 9), labels=tokens(2, 9))
+    output.loss.backward()
+    parameters = dict(model.named_parameters())
+    for found in results(two_ranks, "experts", variant):
+        assert found["experts"] == 3  # of six
+        torch.testing.assert_close(found["logits"], output.logits, atol=1e-5, rtol=1e-5)
+        for name, gradient in found["gradients"].items():
+            torch.testing.assert_close(gradient, parameters[name].grad, atol=1e-5, rtol=1e-4)

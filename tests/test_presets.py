@@ -5,9 +5,11 @@ import json
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from gated_qwen import GatedQwenForCausalLM
+import gated_qwen  # noqa: F401  (registers the Auto classes)
 from gated_qwen.configuration import presets
+from gated_qwen.configuration.accounting import count_parameters
 from gated_qwen.configuration.presets import preset, preset_fields, preset_names
 
 # Parameters of each preset, counted from the shapes: embedding, then layers * (attention, FFN, norms), then the last
@@ -22,20 +24,30 @@ TOTALS = {
     "released-1b-baseline": 1_720_837_120,
     "released-1b-headwise": 1_721_754_624,
     "released-1b-elementwise": 1_728_177_152,
+    "moe-15a2b-baseline": 14_369_267_712,
+    "moe-15a2b-headwise": 14_370_840_576,
+    "moe-15a2b-elementwise": 14_570_594_304,
+    "moe-15a2b-kv8": 14_419_599_360,
+    "moe-15a2b-q48": 14_570_594_304,
+    "moe-15a2b-experts132": 14_784_700_416,
     "tiny-baseline": 20_672,
     "tiny-headwise": 20_928,
     "tiny-elementwise": 22_720,
+    "tiny-moe-baseline": 35_520,
+    "tiny-moe-headwise": 35_776,
+    "tiny-moe-elementwise": 37_568,
 }
+NO_ROUTER = {"output_router_logits": False, "router_z_loss_coef": 0.0}
 SHAPES = ("dense-28l", "dense-48l", "released-1b")
 
 
 def built_parameters(config):
     with torch.device("meta"):
-        model = GatedQwenForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_every_shape_has_a_baseline_a_headwise_and_an_elementwise_variant():
+def test_every_shape_has_its_variants():
     assert preset_names() == list(TOTALS)
 
 
@@ -60,6 +72,28 @@ def test_dense_shapes_are_those_of_the_papers_table_7():
         assert fields.items() <= preset_fields(f"{shape}-baseline").items()
 
 
+def test_the_width_of_an_expert_follows_from_the_papers_totals():
+    """What a token does not use, 15B less 2.54B, is 120 experts in each of 24 layers."""
+    config = preset("moe-15a2b-baseline")
+    width = (15e9 - 2.54e9) / (120 * 24 * 3 * 2048)
+    assert config.moe_intermediate_size == round(width / 64) * 64 == 704
+    count = count_parameters(config)
+    assert count.total - count.active == pytest.approx(15e9 - 2.54e9, rel=0.001)
+    assert count.total == pytest.approx(15e9, rel=0.05)
+
+
+def test_the_mixture_has_the_attention_and_the_gates_of_the_papers_table_1():
+    baseline, headwise, elementwise, kv8, q48, experts132 = (
+        count_parameters(preset(f"moe-15a2b-{variant}"))
+        for variant in ("baseline", "headwise", "elementwise", "kv8", "q48", "experts132")
+    )
+    assert (headwise.gate, elementwise.gate) == (1_572_864, 201_326_592)
+    assert kv8.total - baseline.total == 24 * 2 * 2048 * 4 * 128
+    assert q48.total - baseline.total == 24 * 2 * 2048 * 16 * 128
+    assert experts132.total - baseline.total == 24 * 4 * (3 * 2048 * 704 + 2048)
+    assert experts132.active - baseline.active == 24 * 4 * 2048  # the router's rows
+
+
 def test_released_elementwise_has_the_narrower_ffn_of_its_checkpoint():
     widths = [preset_fields(f"released-1b-{v}")["intermediate_size"] for v in ("baseline", "headwise", "elementwise")]
     assert widths == [6144, 6144, 5504]
@@ -72,7 +106,7 @@ def test_rope_is_that_of_the_papers_4k_stage(name):
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, "tiny"])
+@pytest.mark.parametrize("shape", [*SHAPES, "moe-15a2b", "tiny", "tiny-moe"])
 def test_variants_differ_in_the_gate(shape):
     baseline, headwise, elementwise = (preset(f"{shape}-{v}") for v in ("baseline", "headwise", "elementwise"))
     assert baseline.gate_positions == []
@@ -183,10 +217,28 @@ def test_matched_ffn_brings_the_built_model_within_a_thousandth_of_its_baseline(
     assert abs(total - baseline) <= 0.001 * baseline
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, "tiny"])
+@pytest.mark.parametrize("shape", [*SHAPES, "moe-15a2b", "tiny", "tiny-moe"])
 def test_matching_leaves_a_baseline_as_it_is(shape):
     name = f"{shape}-baseline"
     assert preset(name, match_parameters=True).to_dict() == preset(name).to_dict()
+
+
+@pytest.mark.parametrize(("variant", "width"), [("headwise", 704), ("elementwise", 696), ("experts132", 680)])
+def test_matched_experts_bring_the_mixture_near_its_baseline(variant, width):
+    config = preset(f"moe-15a2b-{variant}", match_parameters=True)
+    assert (config.moe_intermediate_size, config.intermediate_size) == (width, 6144)
+    assert built_parameters(config) == pytest.approx(TOTALS["moe-15a2b-baseline"], rel=0.005)
+
+
+def test_matching_without_experts_is_refused():
+    with pytest.raises(ValueError, match="no layer has experts to narrow"):
+        preset("tiny-moe-headwise", match_parameters=True, mlp_only_layers=[0, 1], **NO_ROUTER)
+
+
+def test_a_field_of_the_other_family_is_refused():
+    with pytest.raises(ValueError, match="unknown config field 'num_experts'"):
+        preset("tiny-headwise", num_experts=4)
+    assert preset("tiny-moe-headwise", num_experts=4).num_experts == 4
 
 
 def test_matching_changes_the_ffn_width_and_nothing_else():

@@ -7,41 +7,85 @@ import re
 import shutil
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from fresh_process import FreshProcess
 from safetensors.torch import load_file, save_file
-from tiny import tiny_model, tokens
+from tiny import tiny_model, tiny_moe_model, tokens
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
+)
 from transformers.dynamic_module_utils import get_imports, get_relative_imports
 from ungated import ungated_folder, ungated_model
 
 import gated_qwen
-from gated_qwen import modeling_gated_qwen
-from gated_qwen.configuration import configuration_gated_qwen
+from gated_qwen import modeling_gated_qwen, modeling_gated_qwen_moe
+from gated_qwen.configuration import configuration_gated_qwen, configuration_gated_qwen_moe, rope_parameters
 from gated_qwen.conversion.convert import convert
 from gated_qwen.conversion.create import create
 
-SOURCES = {
-    Path(module.__file__).name: Path(module.__file__) for module in (configuration_gated_qwen, modeling_gated_qwen)
+DENSE_FILES = {
+    Path(module.__file__).name: Path(module.__file__)
+    for module in (configuration_gated_qwen, modeling_gated_qwen, rope_parameters)
 }
-CLASSES = {
-    "AutoModel": "GatedQwenModel",
-    "AutoModelForCausalLM": "GatedQwenForCausalLM",
-    "AutoModelForSequenceClassification": "GatedQwenForSequenceClassification",
-    "AutoModelForTokenClassification": "GatedQwenForTokenClassification",
-    "AutoModelForQuestionAnswering": "GatedQwenForQuestionAnswering",
+MOE_FILES = {
+    Path(module.__file__).name: Path(module.__file__)
+    for module in (configuration_gated_qwen_moe, modeling_gated_qwen_moe)
 }
-AUTO_MAP = {
-    "AutoConfig": "configuration_gated_qwen.GatedQwenConfig",
-    **{auto_class: f"modeling_gated_qwen.{name}" for auto_class, name in CLASSES.items()},
+SOURCES = {**DENSE_FILES, **MOE_FILES}
+# Auto class -> the end of a class name.
+HEADS = {
+    "AutoModel": "Model",
+    "AutoModelForCausalLM": "ForCausalLM",
+    "AutoModelForSequenceClassification": "ForSequenceClassification",
+    "AutoModelForTokenClassification": "ForTokenClassification",
+    "AutoModelForQuestionAnswering": "ForQuestionAnswering",
 }
-FILES = {"config.json", "model.safetensors", *SOURCES}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family of the package: what its folders hold, and how to make tiny ones."""
+
+    prefix: str
+    model_type: str
+    files: dict[str, Path]
+    tiny: Callable[..., PreTrainedModel]
+    ungated_class: type[PreTrainedModel]
+    ungated_name: str
+    preset: str
+
+    @property
+    def classes(self):
+        return {auto_class: self.prefix + head for auto_class, head in HEADS.items()}
+
+    @property
+    def auto_map(self):
+        return {
+            "AutoConfig": f"configuration_{self.model_type}.{self.prefix}Config",
+            **{auto_class: f"modeling_{self.model_type}.{name}" for auto_class, name in self.classes.items()},
+        }
+
+    @property
+    def saved(self):
+        return {"config.json", "model.safetensors", *self.files}
+
+
+DENSE = Family("GatedQwen", "gated_qwen", DENSE_FILES, tiny_model, Qwen3ForCausalLM, "qwen3", "tiny-elementwise")
+MOE = Family(
+    "GatedQwenMoe", "gated_qwen_moe", SOURCES, tiny_moe_model, Qwen3MoeForCausalLM, "qwen3_moe", "tiny-moe-elementwise"
+)
 # The folders of the fixture: what each class saves, and what every other writer makes.
-EVERY_FOLDER = (*CLASSES, "moved", "sharded", "created", "converted")
+EVERY_FOLDER = (*HEADS, "moved", "sharded", "created", "converted")
 
 
 # The files themselves.
@@ -82,11 +126,24 @@ def test_only_imports_look_like_imports(source):
 
 
 def test_the_loader_finds_the_same_imports():
-    configuration, modeling = SOURCES["configuration_gated_qwen.py"], SOURCES["modeling_gated_qwen.py"]
-    assert get_relative_imports(configuration) == []
-    assert get_relative_imports(modeling) == ["configuration_gated_qwen"]
-    assert set(get_imports(configuration)) - sys.stdlib_module_names == {"transformers"}
-    assert set(get_imports(modeling)) - sys.stdlib_module_names == {"torch", "transformers"}
+    relative, others = {}, {}
+    for name, source in SOURCES.items():
+        relative[name.removesuffix(".py")] = set(get_relative_imports(source))
+        others[name.removesuffix(".py")] = set(get_imports(source)) - sys.stdlib_module_names
+    assert relative == {
+        "rope_parameters": set(),
+        "configuration_gated_qwen": {"rope_parameters"},
+        "configuration_gated_qwen_moe": {"configuration_gated_qwen", "rope_parameters"},
+        "modeling_gated_qwen": {"configuration_gated_qwen"},
+        "modeling_gated_qwen_moe": {"configuration_gated_qwen_moe", "modeling_gated_qwen"},
+    }
+    assert others == {
+        "rope_parameters": set(),
+        "configuration_gated_qwen": {"transformers"},
+        "configuration_gated_qwen_moe": {"transformers"},
+        "modeling_gated_qwen": {"torch", "transformers"},
+        "modeling_gated_qwen_moe": {"torch", "transformers"},
+    }
 
 
 # What is saved. The functions with imports inside run in a process without the package.
@@ -104,16 +161,21 @@ def save_reference(model, file):
         save_file({"ids": ids, "output": model(ids)[0]}, file)
 
 
+@pytest.fixture(scope="module", params=[DENSE, MOE], ids=lambda family: family.model_type)
+def family(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(family, tmp_path_factory):
     """The folders of EVERY_FOLDER, and beside each what its model computes."""
     folder = tmp_path_factory.mktemp("saved")
-    for auto_class, name in CLASSES.items():
-        model = tiny_model(getattr(gated_qwen, name), gate_granularity="headwise", pad_token_id=0)
+    for auto_class, name in family.classes.items():
+        model = family.tiny(getattr(gated_qwen, name), gate_granularity="headwise", pad_token_id=0)
         model.save_pretrained(folder / auto_class)
         save_reference(model, folder / f"{auto_class}.safetensors")
 
-    causal_lm = tiny_model(gate_granularity="headwise", pad_token_id=0)
+    causal_lm = family.tiny(gate_granularity="headwise", pad_token_id=0)
     causal_lm.save_pretrained(folder / "sharded", max_shard_size="20kB")
     save_reference(causal_lm, folder / "sharded.safetensors")
     causal_lm.save_pretrained(folder / "original")
@@ -121,10 +183,11 @@ def folder(tmp_path_factory):
     shutil.rmtree(folder / "original")
     save_reference(causal_lm, folder / "moved.safetensors")
 
-    create("tiny-elementwise", folder / "created")
-    save_reference(gated_qwen.GatedQwenForCausalLM.from_pretrained(folder / "created"), folder / "created.safetensors")
-    convert(ungated_folder(folder / "ungated", "qwen3"), folder / "converted", gate="headwise")
-    save_reference(ungated_model("qwen3"), folder / "converted.safetensors")  # the same function, to the bit
+    create(family.preset, folder / "created")
+    save_reference(AutoModelForCausalLM.from_pretrained(folder / "created"), folder / "created.safetensors")
+    name = family.ungated_name
+    convert(ungated_folder(folder / "ungated", name), folder / "converted", gate="headwise")
+    save_reference(ungated_model(name), folder / "converted.safetensors")  # the same function, to the bit
     return folder
 
 
@@ -155,30 +218,30 @@ def test_the_process_has_nothing_of_ours(process):
     ]
 
 
-@pytest.mark.parametrize("auto_class", CLASSES)
-def test_saved_files(folder, auto_class):
+@pytest.mark.parametrize("auto_class", HEADS)
+def test_saved_files(family, folder, auto_class):
     generation = {"generation_config.json"} if auto_class == "AutoModelForCausalLM" else set()
-    assert {path.name for path in (folder / auto_class).iterdir()} == FILES | generation
+    assert {path.name for path in (folder / auto_class).iterdir()} == family.saved | generation
 
 
 @pytest.mark.parametrize("name", ["created", "converted"])
-def test_written_files(folder, name):
-    expected = FILES | {"generation_config.json", "provenance.json"}
+def test_written_files(family, folder, name):
+    expected = family.saved | {"generation_config.json", "provenance.json"}
     assert {path.name for path in (folder / name).iterdir()} == expected
 
 
 @pytest.mark.parametrize("name", EVERY_FOLDER)
-def test_saved_code_is_the_source(folder, name):
-    for file, source in SOURCES.items():
+def test_saved_code_is_the_source(family, folder, name):
+    for file, source in family.files.items():
         assert (folder / name / file).read_bytes() == source.read_bytes()
-    tree = ast.parse((folder / name / "configuration_gated_qwen.py").read_text())
+    tree = ast.parse((folder / name / f"configuration_{family.model_type}.py").read_text())
     classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
-    assert "GatedQwenConfig" in classes, "the re-export beside the model was saved and not the class"
+    assert f"{family.prefix}Config" in classes, "the re-export beside the model was saved and not the class"
 
 
 @pytest.mark.parametrize("name", EVERY_FOLDER)
-def test_auto_map_is_complete(folder, name):
-    assert json.loads((folder / name / "config.json").read_text())["auto_map"] == AUTO_MAP
+def test_auto_map_is_complete(family, folder, name):
+    assert json.loads((folder / name / "config.json").read_text())["auto_map"] == family.auto_map
 
 
 def resolve_all(folder, auto_classes):
@@ -193,11 +256,11 @@ def resolve_all(folder, auto_classes):
 
 
 @pytest.mark.parametrize("name", EVERY_FOLDER)
-def test_every_auto_class_resolves(folder, process, name):
-    found = process.call(resolve_all, str(folder / name), list(CLASSES))
+def test_every_auto_class_resolves(family, folder, process, name):
+    found = process.call(resolve_all, str(folder / name), list(HEADS))
     assert found == {
-        "AutoConfig": ["transformers_modules", "GatedQwenConfig"],
-        **{auto_class: ["transformers_modules", name] for auto_class, name in CLASSES.items()},
+        "AutoConfig": ["transformers_modules", f"{family.prefix}Config"],
+        **{auto_class: ["transformers_modules", name] for auto_class, name in family.classes.items()},
     }
 
 
@@ -219,7 +282,7 @@ EQUAL = {"difference": 0.0, "wrong": {}}
 
 @pytest.mark.parametrize("name", EVERY_FOLDER)
 def test_same_output(folder, process, name):
-    auto_class = name if name in CLASSES else "AutoModelForCausalLM"
+    auto_class = name if name in HEADS else "AutoModelForCausalLM"
     reference = folder / f"{name}.safetensors"
     assert process.call(compare, str(folder / name), auto_class, str(reference)) == EQUAL
 
@@ -231,25 +294,25 @@ def test_body_of_every_head(folder, process):
         _, loading = load(folder, "AutoModel", output_loading_info=True)
         return {name: list(keys) for name, keys in loading.items()}
 
-    for auto_class in CLASSES:
+    for auto_class in HEADS:
         loading = process.call(body_keys, str(folder / auto_class))
         assert not loading["missing_keys"] and not loading["mismatched_keys"], auto_class
 
 
-def test_saved_again_and_again(folder, process, tmp_path):
+def test_saved_again_and_again(family, folder, process, tmp_path):
     """A remote-code load saves the very same files; they load where neither the first folder nor its cache exists."""
-    for auto_class in CLASSES:
+    for auto_class in HEADS:
         reference, target = folder / f"{auto_class}.safetensors", tmp_path / "second" / auto_class
         assert process.call(compare, str(folder / auto_class), auto_class, str(reference), str(target)) == EQUAL
         names = sorted(path.name for path in (folder / auto_class).iterdir())
         assert sorted(path.name for path in target.iterdir()) == names
         assert filecmp.cmpfiles(folder / auto_class, target, names, shallow=False) == (names, [], [])
     with FreshProcess(tmp_path / "process", helpers=(load,)) as another:
-        for auto_class in CLASSES:
+        for auto_class in HEADS:
             reference, source = folder / f"{auto_class}.safetensors", tmp_path / "second" / auto_class
             target = tmp_path / "third" / auto_class
             assert another.call(compare, str(source), auto_class, str(reference), str(target)) == EQUAL
-            for file, code in SOURCES.items():
+            for file, code in family.files.items():
                 assert (target / file).read_bytes() == code.read_bytes()
 
 
@@ -300,7 +363,7 @@ def test_pipeline_generates(folder, process, tmp_path):
     module, text, ids = process.call(generate, str(tmp_path / "model"))
     assert module == "transformers_modules"
     assert ids == [[3, 1, 4]]
-    model = gated_qwen.GatedQwenForCausalLM.from_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     expected = model.generate(torch.tensor(ids), max_new_tokens=8, do_sample=False, pad_token_id=0)[0, 3:].tolist()
     assert [int(word[1:]) for word in text.split()] == expected
     assert "not supported" not in process.output
@@ -322,22 +385,25 @@ def gate_values(folder, auto_class, std):
         state = model.state_dict()
         gates[way] = torch.cat([state[name].flatten() for name in sorted(state) if "g_proj" in name]).tolist()
     state = {name.removeprefix("model."): value for name, value in loaded.state_dict().items()}
-    stored = {name.removeprefix("model."): value for name, value in load_file(f"{folder}/model.safetensors").items()}
+    stored = {name.removeprefix("model."): value for name, value in load_file(f"{folder}/state").items()}
     return gates, all(torch.equal(stored[name], value) for name, value in state.items() if name in stored)
 
 
 @pytest.mark.parametrize("auto_class", ["AutoModel", "AutoModelForCausalLM", "AutoModelForTokenClassification"])
 @pytest.mark.parametrize("std", [0.0, 0.5, None])
-def test_the_start_of_the_gate_survives(process, tmp_path, auto_class, std):
+def test_the_start_of_the_gate_survives(family, process, tmp_path, auto_class, std):
     """A checkpoint without gates under a config with gates: they start as it says, and so do those of a new model."""
-    qwen3 = tiny_model(Qwen3ForCausalLM)
-    tiny_model(gate_positions=["value", "attn_output"], initializer_range=0.1).save_pretrained(tmp_path / "model")
-    save_file(qwen3.state_dict(), tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    ungated = family.tiny(family.ungated_class)
+    ungated.save_pretrained(tmp_path / "ungated")
+    gated = family.tiny(gate_positions=["value", "attn_output"], initializer_range=0.1)
+    gated.save_pretrained(tmp_path / "model")
+    shutil.copyfile(tmp_path / "ungated" / "model.safetensors", tmp_path / "model" / "model.safetensors")
+    save_file(ungated.state_dict(), tmp_path / "model" / "state")
     gates, rest_is_loaded = process.call(gate_values, str(tmp_path / "model"), auto_class, std)
     assert rest_is_loaded
     expected = 0.1 if std is None else std
     for way in ("loaded", "built"):
-        assert len(gates[way]) == 2 * (16 + 32) * 32  # layers; rows of both gates; channels
+        assert len(gates[way]) == gated.config.num_hidden_layers * (16 + 32) * 32  # rows of both gates; channels
         assert torch.tensor(gates[way]).std().item() == pytest.approx(expected, rel=0.1)
         if std == 0.0:
             assert set(gates[way]) == {0.0}
@@ -351,18 +417,19 @@ def test_a_trained_gate_is_kept(folder, process):
 
     target = folder / "state.safetensors"
     process.call(state, str(folder / "AutoModelForCausalLM"), str(target))
-    stored, loaded = load_file(folder / "AutoModelForCausalLM" / "model.safetensors"), load_file(target)
-    assert stored.keys() == loaded.keys()
-    assert all(torch.equal(stored[name], loaded[name]) for name in stored)
+    stored = load_file(folder / "AutoModelForCausalLM" / "model.safetensors")
+    gates = {name: value for name, value in load_file(target).items() if ".g_proj" in name}
+    assert gates.keys() == {name for name in stored if ".g_proj" in name} != set()
+    assert all(torch.equal(stored[name], value) for name, value in gates.items())
 
 
 # Beside the package.
 
 
-def test_with_the_package(folder, tmp_path):
+def test_with_the_package(family, folder, tmp_path):
     """Importing twice and registering twice is harmless; no question is asked; remote code works all the same."""
 
-    def with_the_package(folder, reference, target):
+    def with_the_package(folder, reference, target, class_name):
         import importlib
         import sys
 
@@ -386,14 +453,15 @@ def test_with_the_package(folder, tmp_path):
                 found.append((model(expected["ids"])[0] - expected["output"]).abs().max().item())
             model.save_pretrained(target)
         found.append(
-            type(transformers.AutoModelForCausalLM.from_pretrained(folder)) is gated_qwen.GatedQwenForCausalLM
+            type(transformers.AutoModelForCausalLM.from_pretrained(folder)) is getattr(gated_qwen, class_name)
         )
         return found
 
     model, reference = folder / "AutoModelForCausalLM", folder / "AutoModelForCausalLM.safetensors"
     with FreshProcess(tmp_path / "process", blocked=()) as process:
-        assert process.call(with_the_package, str(model), str(reference), str(tmp_path / "saved")) == [0.0, 0.0, True]
-    for file, source in SOURCES.items():
+        arguments = (model, reference, tmp_path / "saved", f"{family.prefix}ForCausalLM")
+        assert process.call(with_the_package, *map(str, arguments)) == [0.0, 0.0, True]
+    for file, source in family.files.items():
         assert (tmp_path / "saved" / file).read_bytes() == source.read_bytes()
 
 
@@ -412,5 +480,6 @@ def test_the_official_layout_must_be_converted(tmp_path, mark):
 def test_the_model_type_is_nobody_elses():
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    assert gated_qwen.GatedQwenConfig.model_type == "gated_qwen"
-    assert "gated_qwen" not in CONFIG_MAPPING_NAMES
+    names = [gated_qwen.GatedQwenConfig.model_type, gated_qwen.GatedQwenMoeConfig.model_type]
+    assert names == ["gated_qwen", "gated_qwen_moe"]
+    assert not set(names) & set(CONFIG_MAPPING_NAMES)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from fresh_process import FreshProcess
 from safetensors.torch import load_file, save_file
-from tiny import tiny_model, tokens
+from tiny import tiny_model, tiny_moe_model, tokens
 from tokenizers import Tokenizer, models, pre_tokenizers
 from versions import INSTALLED, VERSIONS, VersionUnavailable, environment, offline
 
@@ -58,13 +58,41 @@ CAUSAL_LMS = {
     "additive": {"gate_positions": ["value", "attn_output"], "gate_operation": "add", "gate_activation": "silu"},
     "ungated": {"gate_positions": []},
 }
-HEADS = {
-    "AutoModel": "GatedQwenModel",
-    "AutoModelForSequenceClassification": "GatedQwenForSequenceClassification",
-    "AutoModelForTokenClassification": "GatedQwenForTokenClassification",
-    "AutoModelForQuestionAnswering": "GatedQwenForQuestionAnswering",
+MOE_CAUSAL_LMS = {
+    "moe": {"gate_granularity": "headwise"},
+    "moe_yarn": {"rope_parameters": YARN, "tie_word_embeddings": True, "norm_topk_prob": False, "mlp_only_layers": []},
+    "moe_sliding": {
+        "gate_positions": ["value", "attn_output"],
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [],
+    },
+    "moe_ungated": {"gate_positions": []},
 }
-AUTO_CLASSES = {**dict.fromkeys(CAUSAL_LMS, "AutoModelForCausalLM"), **{head: head for head in HEADS}}
+CAUSAL_LMS |= MOE_CAUSAL_LMS
+HEADS = {
+    "AutoModel": "Model",
+    "AutoModelForSequenceClassification": "ForSequenceClassification",
+    "AutoModelForTokenClassification": "ForTokenClassification",
+    "AutoModelForQuestionAnswering": "ForQuestionAnswering",
+}
+AUTO_CLASSES = {
+    **dict.fromkeys(CAUSAL_LMS, "AutoModelForCausalLM"),
+    **{head: head for head in HEADS},
+    **{f"moe {head}": head for head in HEADS},
+}
+FILES = ["configuration_gated_qwen.py", "modeling_gated_qwen.py", "rope_parameters.py"]
+MOE_FILES = ["configuration_gated_qwen_moe.py", "modeling_gated_qwen_moe.py"]
+
+
+def is_moe(name):
+    return name.startswith("moe")
+
+
+def tolerance(name):
+    """Versions add up the outputs of experts in different orders; everything else is the same to the bit."""
+    return 1e-5 if is_moe(name) else 0.0
 
 
 # These run in the processes, on every version.
@@ -146,6 +174,24 @@ def gate_start(ungated, configured):
     return found
 
 
+def router_losses(folder, ids):
+    """Loss, load-balancing loss and z-loss, or the error that says why there are none."""
+    import json
+
+    import torch
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    config.output_router_logits, config.router_z_loss_coef = True, 0.1
+    try:
+        model = load(folder, config=config)
+    except RuntimeError as error:
+        return str(error)
+    ids = torch.tensor(json.loads(ids))
+    output = model(ids, labels=ids)
+    return [output.loss.item(), output.aux_loss.item(), output.z_loss.item()]
+
+
 def text_from_pipeline(folder, tokenizer_file):
     import transformers
     from transformers import PreTrainedTokenizerFast, pipeline
@@ -159,12 +205,16 @@ def text_from_pipeline(folder, tokenizer_file):
 # These run here.
 
 
+def class_of(name):
+    family = "GatedQwenMoe" if is_moe(name) else "GatedQwen"
+    return getattr(gated_qwen, family + HEADS.get(name.removeprefix("moe "), "ForCausalLM"))
+
+
 def save_model(name, folder):
     """Saves one of the models with the package, and beside it what it computes."""
-    cls = getattr(gated_qwen, HEADS.get(name, "GatedQwenForCausalLM"))
-    model = tiny_model(
-        cls, seed=1, pad_token_id=0, **CAUSAL_LMS.get(name, {"num_labels": 3} if "Classif" in name else {})
-    )
+    tiny = tiny_moe_model if is_moe(name) else tiny_model
+    fields = CAUSAL_LMS.get(name, {"num_labels": 3} if "Classif" in name else {})
+    model = tiny(class_of(name), seed=1, pad_token_id=0, **fields)
     model.save_pretrained(folder / name)
     ids = tokens(2, 9)
     reference = {"ids": ids, "inv_freq": getattr(model, "model", model).rotary_emb.inv_freq}
@@ -179,10 +229,10 @@ def save_model(name, folder):
     save_file(reference, folder / f"{name}.safetensors")
 
 
-def save_ungated_under_gated_config(folder):
+def save_ungated_under_gated_config(folder, tiny):
     """Two folders with the same ungated weights, the second under a config that says there are gates."""
     for name, positions in (("ungated_weights", []), ("gates_missing", ["value", "attn_output"])):
-        tiny_model(gate_positions=positions).save_pretrained(folder / name)
+        tiny(gate_positions=positions).save_pretrained(folder / name)
     (folder / "gates_missing" / "model.safetensors").write_bytes(
         (folder / "ungated_weights" / "model.safetensors").read_bytes()
     )
@@ -194,7 +244,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("versions")
     for name in AUTO_CLASSES:
         save_model(name, folder)
-    save_ungated_under_gated_config(folder)
+    for tiny in (tiny_model, tiny_moe_model):
+        save_ungated_under_gated_config(folder / tiny.__name__, tiny)
     words = {f"w{token}": token for token in range(64)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -284,9 +335,9 @@ def test_same_numbers_as_the_package(folder, first, name, version):
     found = outcome(first[name], version)
     assert found["module"].startswith("transformers_modules.")
     assert found["inv_freq"] == 0.0
-    assert found["eager"] == 0.0
-    assert found["sdpa"] == 0.0
-    assert found["reloaded"] == 0.0
+    assert found["eager"] <= tolerance(name)
+    assert found["sdpa"] <= tolerance(name)
+    assert found["reloaded"] <= tolerance(name)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -307,7 +358,7 @@ def test_reads_what_every_other_version_saved(folder, first, second, reader, wri
     for name in AUTO_CLASSES:
         outcome(first[name], writer)
         found = outcome(second[name, writer], reader)
-        assert (name, found["eager"], found["inv_freq"]) == (name, 0.0, 0.0)
+        assert found["eager"] <= tolerance(name) and found["inv_freq"] == 0.0, name
         if name in CAUSAL_LMS:
             assert (name, found["cached"]) == (name, reference(folder, name, "greedy"))
 
@@ -316,8 +367,7 @@ def test_reads_what_every_other_version_saved(folder, first, second, reader, wri
 def test_the_package_reads_what_every_version_saved(folder, first, writer):
     for name in AUTO_CLASSES:
         outcome(first[name], writer)
-        cls = getattr(gated_qwen, HEADS.get(name, "GatedQwenForCausalLM"))
-        model = cls.from_pretrained(folder / writer / name, attn_implementation="eager").eval()
+        model = class_of(name).from_pretrained(folder / writer / name, attn_implementation="eager").eval()
         expected = load_file(folder / f"{name}.safetensors")
         with torch.no_grad():
             assert torch.equal(model(expected["ids"])[0], expected["eager"]), name
@@ -355,25 +405,47 @@ def test_the_config_file_keeps_its_fields(folder, first, name, version):
 def test_saved_code_is_the_code(folder, first, version):
     for name in AUTO_CLASSES:
         outcome(first[name], version)
-        for file in ("configuration_gated_qwen.py", "modeling_gated_qwen.py"):
+        for file in [*FILES, *(MOE_FILES if is_moe(name) else [])]:
             assert (folder / version / name / file).read_bytes() == (folder / name / file).read_bytes()
 
 
 @pytest.fixture(scope="module")
 def starts(folder, processes):
-    return call_everywhere(processes, gate_start, folder / "ungated_weights", folder / "gates_missing")
+    return {
+        tiny: call_everywhere(
+            processes, gate_start, folder / tiny / "ungated_weights", folder / tiny / "gates_missing"
+        )
+        for tiny in ("tiny_model", "tiny_moe_model")
+    }
 
 
+@pytest.mark.parametrize(("tiny", "layers"), [("tiny_model", 2), ("tiny_moe_model", 3)])
 @pytest.mark.parametrize("version", VERSIONS)
-def test_the_start_of_the_gate_survives(starts, version):
-    """Gates that the checkpoint lacks start as the config says, in a load and in a fresh build; the rest is loaded."""
-    found = outcome(starts, version)
-    count = 2 * (16 + 32) * 32  # two layers; rows of the value gate and of the output gate; channels
+def test_the_start_of_the_gate_survives(starts, version, tiny, layers):
+    """Gates that the checkpoint lacks start as the config says, in a load and in a fresh build.
+
+    The rest is loaded: of a mixture of experts, whose checkpoint stores every expert by itself, the experts too.
+    """
+    found = outcome(starts[tiny], version)
+    count = layers * (16 + 32) * 32  # rows of the value gate and of the output gate; channels
     for way in ("loaded", "built"):
         assert found[f"{way} 0.0"] == [count, 0.0, 0.0]
         assert found[f"{way} 0.5"][0] == count
         assert found[f"{way} 0.5"][1] == pytest.approx(0.5, rel=0.1)
     assert found["rest 0.0"] and found["rest 0.5"]
+
+
+@pytest.fixture(scope="module")
+def losses(folder, processes):
+    return call_everywhere(processes, router_losses, folder / "moe", json.dumps(tokens(2, 9).tolist()))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_router_losses_are_the_same_or_refused(losses, version):
+    if version == "5.0.0":  # its router hands out probabilities in place of logits
+        assert "router_z_loss_coef=0.0 or upgrade transformers" in outcome(losses, version)
+    else:
+        assert outcome(losses, version) == pytest.approx(outcome(losses, INSTALLED), rel=1e-5)
 
 
 @pytest.fixture(scope="module")

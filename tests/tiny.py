@@ -1,7 +1,8 @@
 """Tiny random models: 4 query heads, 2 key/value heads, head_dim 8, hidden size 32, 2 layers, vocabulary 64, fp32.
 
 1 < K < H, since with K = 1 or K = H a wrong split of heads passes unseen. Norms, biases and gates are far from their
-initial values, since a norm of ones or a bias of zeros hides a term that is left out.
+initial values, since a norm of ones or a bias of zeros hides a term that is left out. The mixture of experts has three
+layers, the middle one dense, and 5 experts of which a token uses 2.
 """
 
 import inspect
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from transformers import Qwen3Model
 
-from gated_qwen import GatedQwenConfig, GatedQwenForCausalLM
+from gated_qwen import GatedQwenConfig, GatedQwenForCausalLM, GatedQwenMoeConfig, GatedQwenMoeForCausalLM
 
 TINY_FIELDS = {
     "vocab_size": 64,
@@ -23,7 +24,14 @@ TINY_FIELDS = {
     "max_position_embeddings": 512,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
-
+TINY_EXPERTS = {
+    "num_hidden_layers": 3,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+}
 
 # The forward's name for the KV cache in this version of transformers.
 CACHE = "cache" if "cache" in inspect.signature(Qwen3Model.forward).parameters else "past_key_values"
@@ -40,6 +48,16 @@ def tiny_model(cls=GatedQwenForCausalLM, seed=0, **fields):
     config = tiny_config(cls.config_class, **fields)
     config.dtype = torch.float32
     return randomize(cls(config), seed).eval()
+
+
+def tiny_moe_config(config_class=GatedQwenMoeConfig, **fields):
+    """A config of the tiny shape with experts; `fields` override it or add to it."""
+    return tiny_config(config_class, **{**TINY_EXPERTS, **fields})
+
+
+def tiny_moe_model(cls=GatedQwenMoeForCausalLM, seed=0, **fields):
+    """A model of the tiny shape with experts and random weights, in eval mode; `fields` go to its config."""
+    return tiny_model(cls, seed, **{**TINY_EXPERTS, **fields})
 
 
 @torch.no_grad()

@@ -4,7 +4,16 @@ from pathlib import Path
 
 import torch
 from tiny import TINY_FIELDS, randomize
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 1e6}
 LLAMA3 = {
@@ -15,6 +24,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 128,
     "rope_theta": 5e5,
 }
+# 1 < active experts < experts, and a width of their own.
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 # name -> (model class, config class, fields on top of the tiny shape)
 SOURCES = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
@@ -31,6 +42,21 @@ SOURCES = {
     ),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
     "qwen3 biased, YaRN": (Qwen3ForCausalLM, Qwen3Config, {"attention_bias": True, "rope_parameters": YARN}),
+    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, EXPERTS),
+    "qwen3_moe with a dense layer, biased, tied, YaRN, sliding": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        {
+            **EXPERTS,
+            "mlp_only_layers": [0],
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": YARN,
+            "use_sliding_window": True,
+            "sliding_window": 4,
+        },
+    ),
 }
 
 

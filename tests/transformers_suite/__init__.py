@@ -1,1 +1,1 @@
-"""Runs the model tests that transformers ships over the classes of this package, with Qwen3 as the reference."""
+"""Runs the model tests that transformers ships over the classes of this package, against Qwen3 and Qwen3-MoE."""

@@ -49,6 +49,10 @@ class Family:
     def model_type(self) -> str:
         return self.named("Config").model_type
 
+    @property
+    def has_experts(self) -> bool:
+        return "num_local_experts" in dict(self.config_values)
+
     def neutral(self, text: str) -> str:
         """`text` with the names of this family replaced by Qwen3's, to compare what the tests say."""
         text = re.sub(r"<class '[\w.]*?(\w+)'>", r"\1", text)
@@ -58,7 +62,14 @@ class Family:
         return text.replace(self.prefix, "Qwen3").replace(self.model_type, "qwen3")
 
 
+EXPERTS = (
+    ("num_local_experts", 8),  # the name under which Qwen3-MoE's config keeps it
+    ("num_experts_per_tok", 2),
+    ("moe_intermediate_size", 24),
+    ("norm_topk_prob", True),
+)
 QWEN3 = Family(transformers, "Qwen3")
+QWEN3_MOE = Family(transformers, "Qwen3Moe", EXPERTS)
 
 
 class ModelTester:
@@ -115,6 +126,10 @@ def build(family: Family) -> type[unittest.TestCase]:
     if fsdp:
         fsdp.FSDP_DISTRIBUTED_TEST_MODEL_TYPES = None
         distributed.append(fsdp.FSDPTesterMixin)
+    expert_parallel = load("test_expert_parallel_mixin.py") if family.has_experts else None
+    if expert_parallel:
+        expert_parallel.EP_DISTRIBUTED_TEST_MODEL_TYPES = None
+        distributed.append(expert_parallel.ExpertParallelTesterMixin)
 
     class CommonTests(common.ModelTesterMixin, training.TrainingTesterMixin, *distributed, unittest.TestCase):
         model_tester: Any = None
@@ -154,12 +169,17 @@ def run(family: Family, name: str) -> Outcome:
     return recorder.outcome
 
 
+def reference_of(family: Family) -> Family:
+    """The family of transformers that a family must not fall behind."""
+    return QWEN3_MOE if family.has_experts else QWEN3
+
+
 @functools.cache
-def reference(name: str) -> Outcome:
-    """What the test does with Qwen3; run once, however many families are compared with it."""
-    return run(QWEN3, name)
+def reference_outcome(family: Family, name: str) -> Outcome:
+    """What the test does with the reference; run once, however many families are compared with it."""
+    return run(reference_of(family), name)
 
 
-def all_names() -> list[str]:
-    """The names of all tests, the same for every family."""
-    return list(unittest.TestLoader().getTestCaseNames(build(QWEN3)))
+def all_names(family: Family) -> list[str]:
+    """The names of all tests, the same for every family with the same reference."""
+    return list(unittest.TestLoader().getTestCaseNames(build(reference_of(family))))

@@ -1,11 +1,12 @@
 """Obtains transformers' own model tests when the suite runs, so that no copy of them is kept in this repository.
 
 The wheel leaves them out; the source distribution of the same version carries the shared ones. It is downloaded once
-with pip, and the files named in `FILES` and `NEWER_FILES` are kept in a cache:
+with pip, and the files named in `FILES` and `NEWER_FILES` are kept in a cache, one for each such list:
 
-    $GATED_QWEN_CACHE (default ~/.cache/gated-qwen)/transformers-tests/<version>/transformers_own_tests/
+    $GATED_QWEN_CACHE (default ~/.cache/gated-qwen)/transformers-tests/<version>-<hash>/transformers_own_tests/
 """
 
+import hashlib
 import importlib
 import re
 import subprocess
@@ -24,7 +25,8 @@ from .stand_ins import install
 # A name of its own: `tests`, as transformers calls it, is taken by whatever project runs this.
 PACKAGE = "transformers_own_tests"
 FILES = ("test_configuration_common.py", "test_modeling_common.py", "test_training_mixin.py")
-NEWER_FILES = ("test_fsdp_mixin.py", "test_tensor_parallel_mixin.py")  # not in every version that is supported
+# Not in every version that is supported.
+NEWER_FILES = ("test_fsdp_mixin.py", "test_tensor_parallel_mixin.py", "test_expert_parallel_mixin.py")
 DOWNLOAD_TIMEOUT_S = 600
 
 
@@ -35,7 +37,8 @@ class SuiteUnavailable(RuntimeError):
 def obtain() -> Path:
     """Return the folder that holds `PACKAGE` for the installed transformers, downloading it when it is not cached."""
     version = transformers.__version__
-    home = cache_folder("transformers-tests") / version
+    key = hashlib.sha256("\n".join(FILES + NEWER_FILES).encode()).hexdigest()[:8]
+    home = cache_folder("transformers-tests") / f"{version}-{key}"
     if offline() and not home.is_dir():
         raise SuiteUnavailable(
             f"the tests of transformers {version} are not in {home}, and GATED_QWEN_OFFLINE=1 forbids a download"

@@ -12,7 +12,7 @@ from cache import offline
 
 import gated_qwen
 
-from .harness import QWEN3, Family, Outcome, all_names, reference, run
+from .harness import EXPERTS, QWEN3, QWEN3_MOE, Family, Outcome, all_names, reference_of, reference_outcome, run
 from .obtain import SuiteUnavailable, mark_names
 from .skips import KNOWN_FAILURES
 
@@ -20,6 +20,8 @@ FAMILIES = {
     "qwen3": QWEN3,
     "elementwise": Family(gated_qwen, "GatedQwen"),
     "headwise": Family(gated_qwen, "GatedQwen", (("gate_granularity", "headwise"),)),
+    "qwen3_moe": QWEN3_MOE,
+    "moe headwise": Family(gated_qwen, "GatedQwenMoe", (*EXPERTS, ("gate_granularity", "headwise"))),
 }
 
 
@@ -30,8 +32,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     try:
         for mark in mark_names():
             metafunc.config.addinivalue_line("markers", f"{mark}: set by transformers on its own tests")
-        names = sorted({*all_names(), *KNOWN_FAILURES})  # an entry of the list that names no test fails, too
-        items = [pytest.param(label, name, id=f"{label}-{name}") for label in FAMILIES for name in names]
+        items = [
+            pytest.param(label, name, id=f"{label}-{name}")
+            for label, family in FAMILIES.items()
+            # An entry of the list that names no test fails, too.
+            for name in sorted({*all_names(family), *KNOWN_FAILURES})
+        ]
     except SuiteUnavailable as error:
         marks = [pytest.mark.skip(reason=str(error))] if offline() else []
         items = [pytest.param("qwen3", error, id="unavailable", marks=marks)]
@@ -50,12 +56,13 @@ def one_thread() -> Iterator[None]:
 def test_of_transformers(label: str, name: str | SuiteUnavailable) -> None:
     if isinstance(name, SuiteUnavailable):
         pytest.fail(str(name), pytrace=False)
-    expected = reference(name)
-    if label == "qwen3":
+    family = FAMILIES[label]
+    expected = reference_outcome(family, name)
+    if family is reference_of(family):
         outcome = expected
         check_reference(name, outcome)
     else:
-        outcome = run(FAMILIES[label], name)
+        outcome = run(family, name)
         check_same(name, outcome, expected)
     if name in KNOWN_FAILURES:
         pytest.xfail(KNOWN_FAILURES[name])
@@ -64,21 +71,24 @@ def test_of_transformers(label: str, name: str | SuiteUnavailable) -> None:
 
 
 def check_reference(name: str, outcome: Outcome) -> None:
-    """Qwen3 fails exactly the tests that are listed."""
+    """The reference fails exactly the tests that are listed."""
     if outcome.failed and name not in KNOWN_FAILURES:
         pytest.fail(
-            f"{name} fails for Qwen3, so the cause is not the gated model. If it is this harness or this version of "
-            f"transformers, list it with the reason in skips.py.\n{outcome.tracebacks}",
+            f"{name} fails for transformers' own model, so the cause is not the gated model. If it is this harness or "
+            f"this version of transformers, list it with the reason in skips.py.\n{outcome.tracebacks}",
             pytrace=False,
         )
     if name in KNOWN_FAILURES and not outcome.failed:
-        pytest.fail(f"{name} no longer fails for Qwen3: take it out of KNOWN_FAILURES in skips.py.", pytrace=False)
+        pytest.fail(
+            f"{name} no longer fails for transformers' own model: take it out of KNOWN_FAILURES in skips.py.",
+            pytrace=False,
+        )
 
 
 def check_same(name: str, outcome: Outcome, expected: Outcome) -> None:
-    """Whatever passes for Qwen3 passes here, and nothing more is skipped."""
+    """Whatever passes for the reference passes here, and nothing more is skipped."""
     if outcome.failed and not expected.failed:
-        pytest.fail(f"{name} passes for Qwen3 and fails here.\n{outcome.tracebacks}", pytrace=False)
-    assert outcome.skipped == expected.skipped, "skipped for other reasons than Qwen3"
+        pytest.fail(f"{name} passes for transformers' own model and fails here.\n{outcome.tracebacks}", pytrace=False)
+    assert outcome.skipped == expected.skipped, "skipped for other reasons than the reference"
     missing = expected.passed - outcome.passed
-    assert not missing, f"parts of the test that pass for Qwen3 were not run here: {sorted(missing)}"
+    assert not missing, f"parts of the test that pass for the reference were not run here: {sorted(missing)}"
