@@ -6,20 +6,27 @@ from typing import Annotated
 import typer
 
 from gated_qwen.cli import console
+from gated_qwen.cli.attention_map import attention_map
 from gated_qwen.cli.convert import convert
 from gated_qwen.cli.demo import demo
+from gated_qwen.cli.diagnose import diagnose
 from gated_qwen.cli.evaluate import evaluate
 from gated_qwen.cli.extend import extend
 from gated_qwen.cli.inspect import inspect
 from gated_qwen.cli.new import new
 
 app = typer.Typer(
-    help="Build, convert and inspect Qwen-style decoders with gated attention.",
+    help="Build, convert, train, measure, publish and serve Qwen-style decoders with gated attention.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in (new, inspect, convert, extend, evaluate, demo):
+VERBS = (
+    *(new, inspect, convert, extend),
+    *(diagnose, attention_map, evaluate),
+    demo,
+)
+for verb in VERBS:
     app.command()(verb)
 
 

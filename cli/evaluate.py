@@ -1,5 +1,6 @@
 """`gated-qwen evaluate`: long-context tasks and perplexity on a model, and two results side by side."""
 
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -100,7 +101,12 @@ def evaluate(
             progress=progress,
         )
     cells = summarize(run.records)
-    summary: dict[str, Any] = {"settings": run.settings, "environment": environment(model), "cells": cells}
+    summary: dict[str, Any] = {
+        "settings": {**run.settings, "text_name": text.name if text else None},
+        "environment": environment(model),
+        "measured": date.today().isoformat(),
+        "cells": cells,
+    }
     if out is not None:
         write_summary(out, summary)
     if plot is not None:

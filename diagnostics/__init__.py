@@ -1,0 +1,1 @@
+"""Probes of what attention and its gates do, their statistics and their report."""
