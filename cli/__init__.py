@@ -7,6 +7,7 @@ import typer
 
 from gated_qwen.cli import console
 from gated_qwen.cli.attention_map import attention_map
+from gated_qwen.cli.card import card
 from gated_qwen.cli.convert import convert
 from gated_qwen.cli.demo import demo
 from gated_qwen.cli.diagnose import diagnose
@@ -14,6 +15,8 @@ from gated_qwen.cli.evaluate import evaluate
 from gated_qwen.cli.extend import extend
 from gated_qwen.cli.inspect import inspect
 from gated_qwen.cli.new import new
+from gated_qwen.cli.push import push
+from gated_qwen.cli.serve import PASS_ON, serve
 
 app = typer.Typer(
     help="Build, convert, train, measure, publish and serve Qwen-style decoders with gated attention.",
@@ -24,10 +27,11 @@ app = typer.Typer(
 VERBS = (
     *(new, inspect, convert, extend),
     *(diagnose, attention_map, evaluate),
-    demo,
+    *(card, push, demo),
 )
 for verb in VERBS:
     app.command()(verb)
+app.command(context_settings=PASS_ON)(serve)
 
 
 def _version(wanted: bool) -> None:
