@@ -17,6 +17,7 @@ from gated_qwen.cli.inspect import inspect
 from gated_qwen.cli.new import new
 from gated_qwen.cli.push import push
 from gated_qwen.cli.serve import PASS_ON, serve
+from gated_qwen.cli.train import train
 
 app = typer.Typer(
     help="Build, convert, train, measure, publish and serve Qwen-style decoders with gated attention.",
@@ -26,6 +27,7 @@ app = typer.Typer(
 )
 VERBS = (
     *(new, inspect, convert, extend),
+    train,
     *(diagnose, attention_map, evaluate),
     *(card, push, demo),
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tiny import tiny_model
+from training_corpus import write_corpus
 from ungated import ungated_folder
 
 from gated_qwen.conversion.convert import convert
@@ -39,8 +40,12 @@ def test_the_commands_of_a_page_run(page, tmp_path):
     ungated_folder(tmp_path / "my-llama", "llama")  # stands for the reader's own model
     tiny_model().save_pretrained(tmp_path / "ungrouped")
     convert(tmp_path / "ungrouped", tmp_path / "official-release", to="official")  # stands for the paper's release
-    if page.name == "evaluation.md":
+    if page.name in ("diagnostics.md", "evaluation.md"):
         convert(smollm2_folder(), tmp_path / "gated-smollm2-135m")  # as the README's demo makes it
+        (tmp_path / "smollm2-135m-instruct").symlink_to(smollm2_folder())
+    if page.name == "training.md":
+        write_corpus(tmp_path)
+        (tmp_path / "train.txt").rename(tmp_path / "corpus.txt")
     for language, code in blocks(page):
         command = ["bash", "-euo", "pipefail", "-c", code] if language == "bash" else [sys.executable, "-c", code]
         run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)

@@ -1,0 +1,1 @@
+"""Recipes, parameter groups, adapters and callbacks for training with the usual tools."""
