@@ -9,11 +9,13 @@ from gated_qwen.cli import console
 from gated_qwen.cli.attention_map import attention_map
 from gated_qwen.cli.card import card
 from gated_qwen.cli.convert import convert
+from gated_qwen.cli.convert_adapter import convert_adapter
 from gated_qwen.cli.demo import demo
 from gated_qwen.cli.diagnose import diagnose
 from gated_qwen.cli.evaluate import evaluate
 from gated_qwen.cli.extend import extend
 from gated_qwen.cli.inspect import inspect
+from gated_qwen.cli.merge import merge
 from gated_qwen.cli.new import new
 from gated_qwen.cli.push import push
 from gated_qwen.cli.serve import PASS_ON, serve
@@ -27,7 +29,7 @@ app = typer.Typer(
 )
 VERBS = (
     *(new, inspect, convert, extend),
-    train,
+    *(train, merge, convert_adapter),
     *(diagnose, attention_map, evaluate),
     *(card, push, demo),
 )

@@ -1,17 +1,18 @@
 """Adapter folders as PEFT writes them: reading one into the updates of its modules, and writing one."""
 
+import hashlib
 import math
-import os
 import re
+import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gated_qwen.conversion.checkpoint import PICKLES, CheckpointError, read_json
+from gated_qwen.conversion.checkpoint import PICKLES, SIDE_FILES, CheckpointError, read_json
 from gated_qwen.conversion.folder import atomic_folder
-from gated_qwen.conversion.writer import write_json
+from gated_qwen.conversion.writer import PROVENANCE_NAME, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -64,11 +65,6 @@ class Adapter:
     config: dict[str, Any]
     updates: Mapping[str, Update]
     others: "Mapping[str, torch.Tensor]"
-
-
-def is_adapter(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder holds an adapter rather than a model."""
-    return (Path(path) / CONFIG_NAME).is_file()
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
@@ -150,16 +146,62 @@ def read_adapter(folder: Path) -> Adapter:
 def _scaling(config: dict[str, Any], module: str, rank: int) -> float:
     """alpha / rank, or alpha / sqrt(rank) for rsLoRA, with the alpha that PEFT finds for the module."""
     patterns = config.get("alpha_pattern") or {}
-    key = next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", module)), None)
-    alpha = config.get("lora_alpha", 8) if key is None else patterns[key]
-    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    try:
+        key = next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", module)), None)
+        alpha = float(config.get("lora_alpha", 8) if key is None else patterns[key])
+        return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    except (re.error, TypeError, ValueError, ZeroDivisionError) as error:
+        raise CheckpointError(
+            f"{CONFIG_NAME}: lora_alpha and alpha_pattern give module {module} no scaling ({error})"
+        ) from error
 
 
-def write_adapter(target: Path, adapter: Adapter, *, overwrite: bool = False) -> None:
+def adapter_record(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """What a provenance record says of an adapter; a record of its own, where it has one, goes along."""
+    kept = ("target_modules", "target_parameters", "r", "lora_alpha", "rank_pattern", "alpha_pattern")
+    record: dict[str, Any] = {
+        "name": folder.resolve().name,
+        "method": method_of(config),
+        "sha256": hashlib.sha256((folder / WEIGHTS_NAME).read_bytes()).hexdigest(),
+        **{name: config[name] for name in (*kept, "modules_to_save") if config.get(name)},
+    }
+    if (folder / PROVENANCE_NAME).exists():
+        record["provenance"] = read_json(folder / PROVENANCE_NAME, "repair it or remove it")
+    return record
+
+
+def method_of(config: dict[str, Any]) -> str:
+    """The name of an adapter's method."""
+    if config["peft_type"] != "LORA":
+        return str(config["peft_type"])
+    return "DoRA" if config.get("use_dora") else "rsLoRA" if config.get("use_rslora") else "LoRA"
+
+
+def check_apart(target: Path, *sources: Path) -> None:
+    """Refuses a target that lies in one of its sources, or holds one of them.
+
+    Raises:
+        ValueError: so it is.
+    """
+    there = target.resolve()
+    for source in sources:
+        here = source.resolve()
+        if source.exists() and (here.is_relative_to(there) or there.is_relative_to(here)):
+            raise ValueError(f"{target}: the target and {source} lie in each other; name another folder")
+
+
+def write_adapter(
+    target: Path,
+    adapter: Adapter,
+    *,
+    provenance: dict[str, Any],
+    side_files: Iterable[Path] = (),
+    overwrite: bool = False,
+) -> None:
     """Writes an adapter folder, whole or not at all.
 
     Raises:
-        FileExistsError: `target` is not empty, and `overwrite` is off.
+        FileExistsError: `target` is not empty, and `overwrite` is off or it holds nothing of ours.
     """
     import torch
     from safetensors.torch import save_file
@@ -173,6 +215,22 @@ def write_adapter(target: Path, adapter: Adapter, *, overwrite: bool = False) ->
     with atomic_folder(target, overwrite=overwrite) as folder:
         save_file({PREFIX + name: tensor for name, tensor in tensors.items()}, folder / WEIGHTS_NAME, {"format": "pt"})
         write_json(folder / CONFIG_NAME, adapter.config)
+        write_json(folder / PROVENANCE_NAME, provenance)
+        copy_side_files(side_files, folder)
+
+
+def copy_side_files(paths: Iterable[Path], folder: Path) -> None:
+    """Copies files and folders into a folder; the later of two with the same name stays."""
+    for path in paths:
+        if path.is_dir():
+            shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
+        else:
+            shutil.copyfile(path, folder / path.name)
+
+
+def side_files(folder: Path) -> list[Path]:
+    """The tokenizer, template, generation config and licence that lie beside weights."""
+    return sorted({path for pattern in SIDE_FILES for path in folder.glob(pattern)})
 
 
 def described(updates: Mapping[str, Update], layers: int, full_names: bool) -> dict[str, Any]:
