@@ -128,9 +128,15 @@ class GatedAttentionConfigMixin:
 
         rope = self._normalize_rope(rope_parameters, rope_scaling, rope_theta)
         if hasattr(self, "standardize_rope_params"):  # transformers 5: one dict
-            super().__init__(rope_parameters=rope, **kwargs)
+            kwargs["rope_parameters"] = rope
         else:
-            super().__init__(rope_theta=rope["rope_theta"], rope_scaling=scaling_view(rope), **kwargs)
+            kwargs |= {"rope_theta": rope["rope_theta"], "rope_scaling": scaling_view(rope)}
+        try:
+            super().__init__(**kwargs)
+        except Exception as error:
+            if not type(error).__name__.startswith("StrictDataclass"):
+                raise
+            raise ValueError(f"{type(self).__name__}: {error.__cause__ or error}") from None
         self.validate_architecture_fields()
 
     def _refuse(self, field, value, allowed):
@@ -217,6 +223,7 @@ class GatedAttentionConfigMixin:
                 self._refuse(name, value, "expected a positive whole number")
         for name, allowed, ok in (
             ("max_position_embeddings", "a positive whole number", lambda value: isinstance(value, int) and value > 0),
+            ("sliding_window", "a positive whole number, or None", lambda value: value is None or value > 0),
             ("rms_norm_eps", "a number above 0", lambda value: isinstance(value, (int, float)) and value > 0),
             ("attention_dropout", "0.0 to 1.0", lambda value: isinstance(value, (int, float)) and 0 <= value <= 1),
             ("hidden_act", "a name that transformers knows", lambda value: value in ACT2CLS),

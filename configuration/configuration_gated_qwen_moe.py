@@ -85,7 +85,7 @@ class GatedQwenMoeConfig(GatedAttentionConfigMixin, Qwen3MoeConfig):
         return [layer for layer in layers if layer not in self.mlp_only_layers]
 
     def validate_architecture_fields(self):
-        if self.head_dim is None:
+        if self.head_dim is None and self.num_attention_heads:
             self.head_dim = self.hidden_size // self.num_attention_heads
         super().validate_architecture_fields()
         self._validate_experts()

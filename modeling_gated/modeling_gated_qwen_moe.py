@@ -34,6 +34,7 @@ from transformers.utils import can_return_tuple
 
 from .configuration_gated_qwen_moe import GatedQwenMoeConfig
 from .modeling_gated_qwen import (
+    CACHE_ARGUMENTS,
     FORWARD_ARGUMENTS,
     GatedQwenAttention,
     GatedQwenBody,
@@ -164,6 +165,10 @@ class GatedQwenMoeForCausalLM(GatedQwenMoePreTrainedModel, Qwen3MoeForCausalLM):
     @can_return_tuple
     def forward(self, *args, **kwargs):
         kwargs |= dict(zip(CAUSAL_LM_ARGUMENTS, args))  # noqa: B905 (there may be fewer)
+        cached = any(kwargs.get(name) is not None for name in CACHE_ARGUMENTS)
+        if cached and kwargs.get("labels") is None and kwargs.get("output_router_logits") is None:
+            # A step of decoding needs no router losses, and transformers' fails where the mask covers cached tokens.
+            kwargs["output_router_logits"] = False
         output = super().forward(**kwargs, return_dict=True)
         if self.training and output.router_logits:
             self._warn_of_lost_gradients(output.router_logits)

@@ -110,8 +110,9 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_a_refusal_is_one_line_exit_1_and_nothing_written(case, run, tmp_path):
+def test_a_refusal_is_one_line_exit_1_and_nothing_written(case, run, tmp_path, capfd):
     ungated_folder(tmp_path / "source", "llama")
+    capfd.readouterr()  # the bar of saving
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("")
     before = sorted(tmp_path.rglob("*"))

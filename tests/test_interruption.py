@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ STEPS = ("os.rename", "os.truncate", "os.chmod", "os.mkdir", "shutil.copyfile", 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("conversion") / "source"
-    tiny_model().save_pretrained(folder)
+    tiny_model(num_hidden_layers=1).save_pretrained(folder)  # the test takes a process for every step
     (folder / "tokenizer.json").write_text("{}")
     return folder
 
@@ -43,15 +44,17 @@ def run_until(step: int | None, ending: str, source: Path, target: Path, overwri
     if child == 0:
         os.close(reading)
         count = 0
+        one_at_a_time = threading.Lock()  # weights are written by two threads
 
         def count_step() -> None:
             nonlocal count
-            count += 1
-            os.write(writing, b".")
-            if count == step:
-                if ending == "kill":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                raise OSError("interrupted")
+            with one_at_a_time:
+                count += 1
+                os.write(writing, b".")
+                if count == step:
+                    if ending == "kill":
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    raise OSError("interrupted")
 
         def audit(event: str, arguments: tuple) -> None:
             if event in STEPS or (event == "open" and isinstance(arguments[2], int) and arguments[2] & os.O_ACCMODE):

@@ -7,7 +7,7 @@ import reference_moe
 import torch
 from safetensors import safe_open
 from test_reference import VARIANTS as GATES
-from tiny import EVERY_POSITION, TINY_EXPERTS, TINY_FIELDS, gates, tiny_moe_config, tiny_moe_model, tokens
+from tiny import CACHE, EVERY_POSITION, TINY_EXPERTS, TINY_FIELDS, gates, tiny_moe_config, tiny_moe_model, tokens
 from transformers import AutoModel, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
@@ -152,6 +152,16 @@ def test_a_call_may_leave_the_router_losses_out():
     assert "aux_loss" not in output and "z_loss" not in output
     expected = tiny_moe_model()(ids, labels=ids).loss
     assert torch.equal(output.loss, expected)
+
+
+def test_decoding_by_hand_with_a_mask_of_all_tokens_needs_no_router_losses():
+    model = tiny_moe_model(**LOSSES)
+    ids = tokens(2, 9)
+    cache = model(ids[:, :8], use_cache=True)[CACHE]
+    step = model(ids[:, 8:], attention_mask=torch.ones(2, 9), **{CACHE: cache})
+    assert "aux_loss" not in step
+    torch.testing.assert_close(step.logits[:, 0], model(ids).logits[:, 8], atol=1e-5, rtol=1e-5)
+    assert "aux_loss" in model(ids, use_cache=True), "the first call has no cache yet"
 
 
 def test_z_loss_lowers_large_router_logits():
@@ -303,9 +313,13 @@ def test_new_models_draw_router_experts_and_gates_as_the_config_says():
     ("fields", "message"),
     [
         ({"num_experts": 0}, "num_experts=0"),
+        ({"num_experts": "5"}, "GatedQwenMoeConfig: .*num_experts"),
+        ({"num_attention_heads": 0, "head_dim": None}, "num_attention_heads=0"),
+        ({"use_sliding_window": True, "sliding_window": -4}, "sliding_window=-4"),
         ({"num_experts_per_tok": 6}, "num_experts_per_tok=6 is not allowed; there are num_experts=5"),
         ({"moe_intermediate_size": -1}, "moe_intermediate_size=-1"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
+        ({"mlp_only_layers": [-1]}, "mlp_only_layers="),
         ({"mlp_only_layers": [3]}, r"mlp_only_layers=\[3\] is not allowed; expected a list of 0 to 2"),
         ({"router_z_loss_coef": -0.1, "output_router_logits": True}, "router_z_loss_coef=-0.1"),
         ({"router_z_loss_coef": 0.1}, "router_z_loss_coef=0.1 .*output_router_logits=True; set both"),

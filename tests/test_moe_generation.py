@@ -16,6 +16,7 @@ from transformers import (
 
 NEW_TOKENS = 16
 LOSSES = {"output_router_logits": True, "router_aux_loss_coef": 0.1, "router_z_loss_coef": 0.05}
+SHALLOW = {"num_hidden_layers": 2, "mlp_only_layers": [1]}  # a layer of either kind, since compiling takes long
 VARIANTS = {
     "elementwise": {},
     "headwise, router losses": {"gate_granularity": "headwise", **LOSSES},
@@ -204,7 +205,7 @@ def test_the_z_loss_is_added_to_every_part_of_a_batch_as_the_load_balancing_loss
 
 @pytest.mark.slow
 def test_prefill_and_decode_compile_without_a_graph_break():
-    model = tiny_moe_model(gate_granularity="headwise")
+    model = tiny_moe_model(gate_granularity="headwise", **SHALLOW)
     ids = tokens(1, 12)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
@@ -217,7 +218,7 @@ def test_prefill_and_decode_compile_without_a_graph_break():
 
 @pytest.mark.slow
 def test_a_training_step_with_router_losses_compiles_without_a_graph_break():
-    model = tiny_moe_model(**LOSSES)
+    model = tiny_moe_model(**LOSSES, **SHALLOW)
     ids = tokens(2, 9)
     expected = model(ids, labels=ids).loss
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
