@@ -270,12 +270,13 @@ def _model_facts(model: Any, name: str, gates: dict[str, Any] | None, unread_gat
 
 
 def _write_tokens(activations: dict[str, Any], tokenizer: Any) -> None:
-    """Puts each token's text beside its id."""
+    """Puts each token's text beside its id; where a tokenizer decodes a lone one to nothing, its own name for it."""
     for kind in KINDS:
         for block in activations[kind]:
             for top in block["top"]:
                 if top["token_id"] is not None:
-                    top["token"] = tokenizer.decode([top["token_id"]])
+                    token_id = top["token_id"]
+                    top["token"] = tokenizer.decode([token_id]) or tokenizer.convert_ids_to_tokens(token_id)
 
 
 def _versions(model: Any) -> dict[str, str]:

@@ -58,6 +58,7 @@ def _largest(subjects: Sequence[Subject]) -> str:
             kind, position, channel = place
             index, top = largest[place]
             token = top.get("token") or (NOTHING if top["token_id"] is None else f"id {top['token_id']}")
+            token = token if token.strip() else repr(token)  # white space is to be seen
             where = (f"{position:,}", f"{channel:,}", ranges({entry for entry, _ in places[place]}), f"{index}")
             rows.append((subject.label, NAMES[kind], token, *where, amount(top["value"])))
     head = ("model", "where", "token", "position", "channel", "among the largest at", "largest at", "value")

@@ -166,6 +166,20 @@ def test_any_model_ends_in_a_diagnosis_that_is_drawn(name, monkeypatch):
         assert found["gates"] is None and "TinyModel gates its attention in an unknown way" in page
 
 
+def test_a_token_that_decodes_to_nothing_goes_by_its_name():
+    class Mute:
+        def decode(self, ids):
+            return "" if ids[0] % 2 else f"text {ids[0]}"
+
+        def convert_ids_to_tokens(self, token_id):
+            return f"name {token_id}"
+
+    found = diagnose(tiny_model(), tokens(1, 24), tokenizer=Mute())
+    tops = [top for block in found["activations"]["residual"] for top in block["top"]]
+    assert {top["token_id"] % 2 for top in tops} == {0, 1}
+    assert all(top["token"] == f"{'name' if top['token_id'] % 2 else 'text'} {top['token_id']}" for top in tops)
+
+
 def test_sequences_of_different_lengths_are_refused():
     for wrong in ([[1, 2], [1]], [], [[]]):
         with pytest.raises(ValueError, match="one length of at least 1 token"):

@@ -185,6 +185,13 @@ def test_layers_without_softmax_attention_are_gaps():
     assert told == ["3", "7"]
 
 
+def test_a_token_of_white_space_is_seen():
+    diagnosis = diagnosis_sample()
+    for block in diagnosis["activations"]["residual"]:
+        block["top"][0]["token"] = " \n"
+    assert "<td>&#x27; \\n&#x27;</td>" in report_html([diagnosis])
+
+
 def test_axes_end_at_round_numbers():
     assert value_axis([0.37, None], 0, 1).high == pytest.approx(0.4)
     axis = log_axis([0.03, 23406.0, 0.0, None], 100, 0)
