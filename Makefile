@@ -10,7 +10,7 @@ demo: $(INSTALLED)  ## give the real SmolLM2-135M a gate and check every claim a
 	$(BIN)/gated-qwen demo --overwrite
 
 test: $(INSTALLED)  ## the whole suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 test-llamacpp: $(INSTALLED)  ## GGUF export against the real llama.cpp
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[llamacpp]"
@@ -26,8 +26,9 @@ types: $(INSTALLED)  ## mypy cannot follow the editable install's folder mapping
 	MYPYPATH=$(VENV)/types $(BIN)/mypy
 	rm -rf build
 
-bench: $(INSTALLED)  ## overhead against transformers' Qwen3; results go to benchmarks/results
+bench: $(INSTALLED)  ## overhead against transformers' Qwen3 and Qwen3-MoE; results go to benchmarks/results
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/overhead.py --family moe
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
