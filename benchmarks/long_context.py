@@ -28,10 +28,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import gated_qwen  # noqa: F401  registers the model
 from gated_qwen.configuration.context import apply_yarn
+from gated_qwen.configuration.text_file import read_text
 from gated_qwen.conversion.convert import convert
 from gated_qwen.conversion.smollm2 import smollm2_folder
 from gated_qwen.evaluation.evaluate import run_plan
-from gated_qwen.evaluation.haystack import Haystack, read_text
+from gated_qwen.evaluation.haystack import Haystack
 from gated_qwen.evaluation.perplexity import measure_perplexity
 from gated_qwen.evaluation.plan import Plan
 from gated_qwen.evaluation.results import summarize

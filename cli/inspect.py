@@ -54,13 +54,10 @@ def inspect(
 
 def _check_layouts(path: Path, text: Path, as_json: bool) -> None:
     console.quiet_libraries()
+    from gated_qwen.configuration.text_file import read_text
     from gated_qwen.conversion.layout_check import check_layouts
 
-    try:
-        content = text.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{text}: not a text file in UTF-8 ({error.reason})") from error
-    losses = check_layouts(path, content)
+    losses = check_layouts(path, read_text(text)[0])
     if as_json:
         console.print_json({"path": str(path), "losses": [vars(entry) for entry in losses]})
         return
@@ -71,16 +68,10 @@ def _check_layouts(path: Path, text: Path, as_json: bool) -> None:
 def _gate(gate: dict[str, Any] | None) -> str:
     if gate is None:
         return "none"
+    from gated_qwen.conversion.inspection import GATE_DEFAULTS
+
     words = [gate["granularity"], "on", ", ".join(gate["positions"])]
-    defaults = {
-        "head_shared": False,
-        "activation": "sigmoid",
-        "operation": "multiply",
-        "input": "hidden_states",
-        "input_channels": None,
-        "bias": False,
-    }
-    words += [f"{name}={gate[name]}" for name, default in defaults.items() if gate.get(name, default) != default]
+    words += [f"{name}={gate[name]}" for name, default in GATE_DEFAULTS.items() if gate.get(name, default) != default]
     return " ".join(words)
 
 

@@ -177,19 +177,6 @@ def method_of(config: dict[str, Any]) -> str:
     return "DoRA" if config.get("use_dora") else "rsLoRA" if config.get("use_rslora") else "LoRA"
 
 
-def check_apart(target: Path, *sources: Path) -> None:
-    """Refuses a target that lies in one of its sources, or holds one of them.
-
-    Raises:
-        ValueError: so it is.
-    """
-    there = target.resolve()
-    for source in sources:
-        here = source.resolve()
-        if source.exists() and (here.is_relative_to(there) or there.is_relative_to(here)):
-            raise ValueError(f"{target}: the target and {source} lie in each other; name another folder")
-
-
 def write_adapter(
     target: Path,
     adapter: Adapter,

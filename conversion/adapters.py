@@ -18,7 +18,6 @@ from gated_qwen.conversion.adapter_files import (
     Adapter,
     Update,
     adapter_record,
-    check_apart,
     described,
     read_adapter,
     side_files,
@@ -26,7 +25,7 @@ from gated_qwen.conversion.adapter_files import (
 )
 from gated_qwen.conversion.checkpoint import CheckpointError, open_checkpoint
 from gated_qwen.conversion.families import FAMILIES
-from gated_qwen.conversion.folder import check_target
+from gated_qwen.conversion.folder import check_apart, check_target
 from gated_qwen.conversion.locate import resolve_source
 from gated_qwen.conversion.sources import GatedCheckpoint, heads_of, read_gated
 from gated_qwen.conversion.targets import plan_target

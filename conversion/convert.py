@@ -12,7 +12,7 @@ from gated_qwen.configuration.configuration_gated_qwen import GATE_GRANULARITIES
 from gated_qwen.conversion import retrofit
 from gated_qwen.conversion.checkpoint import FLOAT_DTYPES, WRITTEN_DTYPES, CheckpointError, open_checkpoint, read_json
 from gated_qwen.conversion.families import SOURCES, causal_lm_class
-from gated_qwen.conversion.folder import atomic_folder, check_target
+from gated_qwen.conversion.folder import atomic_folder, check_apart, check_target
 from gated_qwen.conversion.gguf_target import GGUF_DTYPES, plan_gguf, write_gguf_file
 from gated_qwen.conversion.locate import resolve_source
 from gated_qwen.conversion.plan import PlannedTensor
@@ -122,10 +122,7 @@ def convert(
     gguf_type = gguf_type or "bf16"
     shard_bytes = parse_size(max_shard_size)
     source_path, target_path = Path(source), Path(target)
-    if source_path.exists():
-        here, there = source_path.resolve(), target_path.resolve()
-        if here.is_relative_to(there) or there.is_relative_to(here):
-            raise ValueError(f"{target}: the target and the source lie in each other; name another folder")
+    check_apart(target_path, source_path)
     if to != "gguf":
         check_target(target_path, overwrite=overwrite)
 

@@ -18,7 +18,7 @@ from gated_qwen.configuration.context import change_context
 from gated_qwen.configuration.frequencies import describe_context
 from gated_qwen.configuration.rope_schema import read_length, read_rope
 from gated_qwen.conversion.checkpoint import CheckpointError, read_config
-from gated_qwen.conversion.folder import atomic_folder, check_target
+from gated_qwen.conversion.folder import atomic_folder, check_apart, check_target
 from gated_qwen.conversion.replace import back_up, replace_file
 from gated_qwen.conversion.writer import PROVENANCE_NAME
 
@@ -131,9 +131,7 @@ def extend(
         return Extension(source, before, after, config, tuple(backups), 0, 0, warnings)
 
     target = Path(target)
-    here, there = source.resolve(), target.resolve()
-    if here.is_relative_to(there) or there.is_relative_to(here):
-        raise ValueError(f"{target}: the target and the source lie in each other; name another folder, or --in-place")
+    check_apart(target, source, mend="name another folder, or --in-place")
     check_target(target, overwrite=overwrite)
     with atomic_folder(target, overwrite=overwrite) as temporary:
         linked, copied = _share_files(source, temporary, set(files), start, progress)

@@ -101,6 +101,19 @@ def check_target(target: str | os.PathLike[str], *, overwrite: bool = False) -> 
             raise FileExistsError(f"{target} holds no model, and --overwrite would delete what it holds; name another")
 
 
+def check_apart(target: Path, *sources: Path, mend: str = "name another folder") -> None:
+    """Refuses a target that lies in one of its sources, or holds one of them; a source that is no path is passed over.
+
+    Raises:
+        ValueError: so it is; the error ends with `mend`.
+    """
+    there = target.resolve()
+    for source in sources:
+        here = source.resolve()
+        if source.exists() and (here.is_relative_to(there) or there.is_relative_to(here)):
+            raise ValueError(f"{target}: the target and {source} lie in each other; {mend}")
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)

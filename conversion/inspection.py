@@ -13,6 +13,16 @@ OUR_LAYOUT = "gated_qwen: self_attn.g_proj, rows by head"
 OFFICIAL_LAYOUT = "official release: inside q_proj, for each KV head its query rows, then its gate rows"
 NATIVE_LAYOUT = "Qwen3-Next / Qwen3.5: inside q_proj, for each query head its query rows, then its gate rows"
 
+# What a summary's `gate` says unless a model differs; positions and granularity are always said.
+GATE_DEFAULTS: dict[str, Any] = {
+    "head_shared": False,
+    "activation": "sigmoid",
+    "operation": "multiply",
+    "input": "hidden_states",
+    "input_channels": None,
+    "bias": False,
+}
+
 
 @dataclass(frozen=True)
 class CheckpointSummary:

@@ -12,7 +12,6 @@ from gated_qwen.conversion.adapter_files import (
     PREFIX,
     WEIGHTS_NAME,
     adapter_record,
-    check_apart,
     copy_side_files,
     method_of,
     read_adapter_config,
@@ -21,7 +20,7 @@ from gated_qwen.conversion.adapter_files import (
 )
 from gated_qwen.conversion.checkpoint import CheckpointError, open_checkpoint, read_config, read_json
 from gated_qwen.conversion.families import official_gate_flags
-from gated_qwen.conversion.folder import atomic_folder, check_target
+from gated_qwen.conversion.folder import atomic_folder, check_apart, check_target
 from gated_qwen.conversion.locate import resolve_source
 from gated_qwen.conversion.source_card import source_card
 from gated_qwen.conversion.writer import PROVENANCE_NAME, parse_size, write_json

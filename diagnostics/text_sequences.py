@@ -1,10 +1,11 @@
 """A text as token sequences of one length: nothing is padded, and nothing is cut without being asked."""
 
-import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from gated_qwen.configuration.text_file import read_text
 
 BOS_POLICIES = ("auto", "always", "never")
 
@@ -68,11 +69,7 @@ def read_sequences(
             f"{count} sequences of {length} tokens from token {offset} on: at least 1 sequence of at least 2 tokens "
             "from token 0 on is needed"
         )
-    content = Path(path).read_bytes()
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 text ({error})") from error
+    text, sha256 = read_text(path)
     first = _first_tokens(tokenizer, bos)
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     size = length - len(first)
@@ -85,7 +82,7 @@ def read_sequences(
         )
     sequences = [first + ids[place : place + size] for place in range(offset, needed, size)]
     begins = f"BOS {tokenizer.bos_token}" if first else "the text's own token (no BOS)"
-    return TextSequences(sequences, Path(path).name, hashlib.sha256(content).hexdigest(), begins, offset)
+    return TextSequences(sequences, Path(path).name, sha256, begins, offset)
 
 
 def _first_tokens(tokenizer: Any, bos: str) -> list[int]:

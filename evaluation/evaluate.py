@@ -5,9 +5,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from gated_qwen.configuration.text_file import read_text
 from gated_qwen.evaluation.exact_length import PromptEncoder
 from gated_qwen.evaluation.generation import generate_answers
-from gated_qwen.evaluation.haystack import Haystack, read_text
+from gated_qwen.evaluation.haystack import Haystack
 from gated_qwen.evaluation.perplexity import measure_perplexity
 from gated_qwen.evaluation.plan import PERPLEXITY, Plan, longest_context
 from gated_qwen.evaluation.results import Record, RecordFile, check_new, read_records

@@ -1,11 +1,11 @@
 """What needles lie in: a few sentences over and over, or a local text file; and how sentences are put into it."""
 
-import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
+
+from gated_qwen.configuration.text_file import read_text
 
 NOISE = (
     "The street is empty. The lamps are lit. A cat walks along the wall. Rain is on its way. "
@@ -75,20 +75,6 @@ class Haystack:
         """
         rounds = (start + count) // len(self.words) + 1
         return list((self.words * rounds)[start : start + count])
-
-
-def read_text(path: str | os.PathLike[str]) -> tuple[str, str]:
-    """Returns the text of a UTF-8 file and the SHA-256 of its bytes.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: the file is not UTF-8.
-    """
-    content = Path(path).read_bytes()
-    try:
-        return content.decode(), hashlib.sha256(content).hexdigest()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 text (byte {error.start})") from error
 
 
 def sentence_start(words: Sequence[str], index: int) -> int:

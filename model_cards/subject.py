@@ -9,7 +9,7 @@ from typing import Any
 from gated_qwen.configuration.context import smallest_factors, yarn_attention_factor
 from gated_qwen.configuration.rope_schema import read_length, read_rope
 from gated_qwen.conversion.checkpoint import read_config, read_json
-from gated_qwen.conversion.inspection import CheckpointSummary, inspect_checkpoint
+from gated_qwen.conversion.inspection import GATE_DEFAULTS, CheckpointSummary, inspect_checkpoint
 from gated_qwen.conversion.source_card import inherited_fields, source_card
 from gated_qwen.conversion.writer import PROVENANCE_NAME
 
@@ -33,14 +33,6 @@ PIPELINES = {
     "AutoModelForTokenClassification": "token-classification",
     "AutoModelForQuestionAnswering": "question-answering",
     "AutoModel": "feature-extraction",
-}
-GATE_DEFAULTS = {
-    "head_shared": False,
-    "activation": "sigmoid",
-    "operation": "multiply",
-    "input": "hidden_states",
-    "input_channels": None,
-    "bias": False,
 }
 
 
