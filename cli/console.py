@@ -10,6 +10,15 @@ from contextlib import contextmanager
 from typing import Any
 
 debug = False
+# Packages that only some verbs need, and the extra that brings each.
+EXTRAS = {
+    "accelerate": "train",
+    "datasets": "train",
+    "tensorboard": "train",
+    "gguf": "gguf",
+    "peft": "peft",
+    "matplotlib": "plot",
+}
 Count = Callable[[int], None]
 
 
@@ -17,6 +26,8 @@ def fail(error: Exception) -> None:
     """Prints an exception as one line on stderr."""
     if type(error).__name__.startswith("StrictDataclass") and error.__cause__ is not None:
         error = ValueError(f"config: {error.__cause__}")  # transformers' own checks, without their class names
+    if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
+        error = RuntimeError(f"this needs {error.name}: pip install 'gated-qwen[{EXTRAS[error.name]}]'")
     text = " ".join(str(error).split())
     if not isinstance(error, (ValueError, OSError, RuntimeError)) or not text:
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__

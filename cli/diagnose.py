@@ -151,7 +151,7 @@ def _print(diagnoses: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     from gated_qwen.diagnostics.headline import headline
-    from gated_qwen.diagnostics.report_html import subjects
+    from gated_qwen.diagnostics.report_html import NOTHING, subjects
 
     columns = [(subject.label, headline(subject.diagnosis)) for subject in subjects(diagnoses)]
     table = Table(title="gated-qwen diagnose", title_justify="left")
@@ -159,7 +159,7 @@ def _print(diagnoses: list[dict[str, Any]]) -> None:
     for label, _ in columns:
         table.add_column(escape(label), justify="right")
     for name in dict.fromkeys(name for _, column in columns for name in column):
-        table.add_row(name, *(escape(column.get(name, "-")) for _, column in columns))
+        table.add_row(name, *(escape(column.get(name, NOTHING)) for _, column in columns))
     Console().print(table)
 
 

@@ -144,7 +144,11 @@ SHAPE = {
     "routers": _optional(
         {
             "tokens": COUNT,
-            "summary": {"mean_entropy": NUMBER, "unused_experts": COUNT},
+            "summary": {
+                "mean_entropy": NUMBER,
+                "max_load": {"layer": COUNT, "value": NUMBER},
+                "unused_experts": COUNT,
+            },
             "layers": [
                 {
                     "layer": COUNT,

@@ -5,7 +5,9 @@ from gated_qwen.diagnostics.report_html import NOTHING, amount, percent, times
 
 
 def headline(diagnosis: Diagnosis) -> dict[str, str]:
-    """Names and texts of the main results; the names are the same for every model, so that they make a table.
+    """Names and texts of the main results.
+
+    The names are the same for every model, so that they make a table; a mixture of experts has two more.
 
     Args:
         diagnosis: as `diagnose` returns it.
@@ -32,6 +34,11 @@ def headline(diagnosis: Diagnosis) -> dict[str, str]:
     found["dead / always-open heads"] = (
         ", ".join(f"{entry['dead_heads']} / {entry['always_open_heads']}" for entry in summary.values()) or NOTHING
     )
+    if diagnosis["routers"]:
+        routers = diagnosis["routers"]["summary"]
+        most = routers["max_load"]
+        found["fullest expert over an even load"] = f"{times(most['value'])} (layer {most['layer']})"
+        found["unused experts"] = f"{routers['unused_experts']:,}"
     return found
 
 

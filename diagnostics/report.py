@@ -62,12 +62,16 @@ def _headline_section(shown: Sequence[Subject]) -> str:
     names = "".join(f'<th class="n"><i class="key {s.series}"></i>{escape(s.label)}</th>' for s in shown)
     columns = [headline(subject.diagnosis) for subject in shown]
     rows = "".join(
-        f"<tr><td>{escape(name)}</td>{''.join(f'<td class=n>{escape(column[name])}</td>' for column in columns)}</tr>"
-        for name in columns[0]
+        f"<tr><td>{escape(name)}</td>{''.join(_cell(column.get(name, NOTHING)) for column in columns)}</tr>"
+        for name in dict.fromkeys(name for column in columns for name in column)
     )
     sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in _sentences(shown))
     body = f'<div class="scroll"><table class="headline"><thead><tr><th></th>{names}</tr></thead>'
     return f'<section class="lead">{sentences}{body}<tbody>{rows}</tbody></table></div></section>'
+
+
+def _cell(text: str) -> str:
+    return f"<td class=n>{escape(text)}</td>"
 
 
 def _sentences(shown: Sequence[Subject]) -> list[str]:

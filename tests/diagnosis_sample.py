@@ -83,14 +83,20 @@ def _routers(random, layers, experts):
                 "experts": experts,
                 "experts_per_token": 2,
                 "load": load,
-                "max_load": max(load),
+                "max_load": max(load) * experts,
                 "unused": [],
                 "probability": load,
                 "entropy": 0.9,
                 "balance": 1.1,
             }
         )
-    return {"tokens": 2 * LENGTH, "summary": {"mean_entropy": 0.9, "unused_experts": 0}, "layers": found}
+    worst = max(found, key=lambda entry: entry["max_load"])
+    most = {"layer": worst["layer"], "value": worst["max_load"]}
+    return {
+        "tokens": 2 * LENGTH,
+        "summary": {"mean_entropy": 0.9, "max_load": most, "unused_experts": 0},
+        "layers": found,
+    }
 
 
 def _attention_layer(random, layer, heads, gated):

@@ -92,6 +92,17 @@ def test_convert_and_inspect(run, tmp_path):
     assert code == 0 and "elementwise on attn_output" in out and "gated_qwen: self_attn.g_proj" in out
 
 
+def test_a_package_that_is_not_installed_is_named_with_its_extra(run, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / "text.txt").write_text("the golden river " * 50)
+    (tmp_path / "recipe.yaml").write_text(
+        "{model: {preset: tiny-headwise}, tokenizer: {train: {vocab_size: 300}}, "
+        f"data: {{train: [{{text: {tmp_path}/text.txt}}], length: 8}}, trainer: {{max_steps: 1, use_cpu: true}}}}"
+    )
+    code, _, err = run("train", tmp_path / "recipe.yaml", "--out", tmp_path / "run")
+    assert code == 1 and "this needs datasets: pip install 'gated-qwen[train]'" in err
+
+
 REFUSALS = {
     "missing folder": (("inspect", "{tmp}/nowhere"), "nowhere: no such folder"),
     "convert from nowhere": (("convert", "{tmp}/nowhere", "{tmp}/out"), "nowhere: no such folder"),

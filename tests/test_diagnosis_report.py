@@ -114,6 +114,11 @@ def test_a_report_has_every_figure_and_leaves_out_what_a_model_lacks():
     experts = report_html([diagnosis_sample(experts=128), diagnosis_sample(gated=False)])
     assert headings(experts)[-2:] == ["Entropy of the router by layer", "Load by layer and expert"]
     assert "layer 5, expert 127:" in experts
+    for shown in (["mixture", "dense"], ["dense", "mixture"]):  # only one has experts, whichever comes first
+        samples = [diagnosis_sample(name, experts=8 if name == "mixture" else 0) for name in shown]
+        (row,) = re.findall(r"<tr><td>unused experts</td>(.*?)</tr>", report_html(samples))
+        cells = dict(zip(shown, re.findall(r">([^<]*)</td>", row), strict=True))
+        assert cells == {"mixture": "0", "dense": "–"}
     ungated = diagnosis_sample(gated=False)
     for layer in ungated["attention"]["layers"]:
         layer["columns"] = None
