@@ -283,8 +283,14 @@ class GatedQwenDecoderLayer(Qwen3DecoderLayer):
         return residual + hidden_states
 
 
-class GateInitialization:
-    """Draws the initial weights of the gates; other modules are left to the parent."""
+class GatedPreTrainedMixin:
+    """Draws the initial weights of the gates, and lets a model that FSDP2 shards keep its class's name."""
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if cls.__module__.startswith("torch."):  # FSDP2's subclass; a saved model names its class, and brings its file
+            own = cls.__bases__[-1]
+            cls.__module__, cls.__name__, cls.__qualname__ = own.__module__, own.__name__, own.__qualname__
 
     @torch.no_grad()
     def _init_weights(self, module):
@@ -299,7 +305,7 @@ class GateInitialization:
             super()._init_weights(module)
 
 
-class GatedQwenPreTrainedModel(GateInitialization, Qwen3PreTrainedModel):
+class GatedQwenPreTrainedModel(GatedPreTrainedMixin, Qwen3PreTrainedModel):
     config: GatedQwenConfig
     config_class = GatedQwenConfig
     base_model_prefix = "model"

@@ -36,10 +36,10 @@ from .configuration_gated_qwen_moe import GatedQwenMoeConfig
 from .modeling_gated_qwen import (
     CACHE_ARGUMENTS,
     FORWARD_ARGUMENTS,
+    GatedPreTrainedMixin,
     GatedQwenAttention,
     GatedQwenBody,
     GatedQwenDecoderLayer,
-    GateInitialization,
     QuestionAnsweringHead,
     SequenceClassificationHead,
     TokenClassificationHead,
@@ -106,7 +106,7 @@ class GatedQwenMoeDecoderLayer(GatedQwenDecoderLayer):
         return Qwen3MoeMLP(config, intermediate_size=config.intermediate_size)
 
 
-class GatedQwenMoePreTrainedModel(GateInitialization, Qwen3MoePreTrainedModel):
+class GatedQwenMoePreTrainedModel(GatedPreTrainedMixin, Qwen3MoePreTrainedModel):
     config: GatedQwenMoeConfig
     config_class = GatedQwenMoeConfig
     base_model_prefix = "model"

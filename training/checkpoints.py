@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 STATE = "trainer_state.json"
+SHARDS = "pytorch_model_fsdp_0"  # where accelerate keeps FSDP2's
 
 
 def last_complete_checkpoint(folder: Path) -> Path | None:
@@ -56,12 +57,13 @@ def check_resumable(checkpoint: Path, processes: int) -> None:
 
 
 def has_ended(checkpoint: Path) -> bool:
-    """Whether a checkpoint was made after a run's last step and holds the weights in one piece.
+    """Whether a checkpoint was made after a run's last step; the Trainer would take one step more from there.
 
-    The Trainer would take one step more from there, and from sharded weights only the launcher's processes can load.
+    Only of weights that are there in one piece or in FSDP2's shards; DeepSpeed's are left to the Trainer.
     """
     state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-    return bool(state["global_step"] >= state["max_steps"]) and any(checkpoint.glob("model*.safetensors"))
+    readable = (checkpoint / SHARDS).is_dir() or any(checkpoint.glob("model*.safetensors"))
+    return bool(state["global_step"] >= state["max_steps"]) and readable
 
 
 def _is_complete(checkpoint: Path, step: int) -> bool:

@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint
 
+from gated_qwen.training.checkpoints import SHARDS
 from gated_qwen.training.gates import freeze_all_but_gates
 from gated_qwen.training.recipe import ModelSection, Recipe
 
@@ -44,11 +46,15 @@ def build_model(recipe: Recipe, tokenizer: Any, seed: int) -> Any:
     return model
 
 
-def load_trained(checkpoint: Path, recipe: Recipe) -> Any:
-    """The model of a run's own checkpoint."""
+def load_trained(checkpoint: Path, recipe: Recipe, tokenizer: Any) -> Any:
+    """The model of a run's own checkpoint, in one piece though it be kept in FSDP2's shards."""
     from transformers import AutoModelForCausalLM
 
     wanted = recipe.model
+    if (shards := checkpoint / SHARDS).is_dir():
+        model = build_model(recipe, tokenizer, seed=0)
+        torch.distributed.checkpoint.load({"model": model.state_dict()}, checkpoint_id=shards, no_dist=True)
+        return model
     return AutoModelForCausalLM.from_pretrained(
         checkpoint, attn_implementation=wanted.attention, dtype=getattr(torch, wanted.dtype)
     )

@@ -120,7 +120,8 @@ def train(
         trainer.state = state
     else:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    evaluation = trainer.evaluate() if rows[1] is not None else {}
+    trained_here = not (ended and trainer.is_fsdp_enabled)  # else accelerate has nothing sharded to evaluate
+    evaluation = trainer.evaluate() if rows[1] is not None and trained_here else {}
     _save(trainer, tokenizer, recipe, out / "model")
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return TrainResult(
@@ -229,10 +230,14 @@ def _trainer(
         raise ValueError("trainer.max_steps: a streamed text has no end that is known; say how many steps to take")
     arguments.include_num_input_tokens_seen = "all"
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    if ended_at is None:
+        model = build_model(recipe, tokenizer, arguments.seed)
+    else:
+        model = load_trained(ended_at, recipe, tokenizer)
     trainer = GatedTrainer(
         gate=recipe.gate,
         loss=recipe.loss,
-        model=build_model(recipe, tokenizer, arguments.seed) if ended_at is None else load_trained(ended_at, recipe),
+        model=model,
         args=arguments,
         train_dataset=rows[0],
         eval_dataset=rows[1],
@@ -240,6 +245,10 @@ def _trainer(
         processing_class=tokenizer,
         callbacks=[LogFile(out / LOG), Progress(start, progress)],
     )
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not trainer.is_fsdp_enabled:
+        raise ValueError(
+            "accelerate shards on accelerators only; on the CPU it would copy the model: launch without an FSDP config"
+        )
     trainer.remove_callback(PrinterCallback)  # standard output is for the result
     if recipe.diagnostics is not None:
         _attach_diagnostics(trainer, recipe.diagnostics, rows, pad)
@@ -263,12 +272,17 @@ def _save(trainer: Any, tokenizer: Any, recipe: Recipe, folder: Path) -> None:
     import gated_qwen
     from gated_qwen.conversion.writer import PROVENANCE_NAME, write_json
 
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if plugin is not None:
-        plugin.set_state_dict_type("FULL_STATE_DICT")  # one folder that loads anywhere, however checkpoints are kept
+    whole = trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else None
     writes = trainer.args.should_save
     with atomic_folder(folder, overwrite=True) if writes else nullcontext(folder) as temporary:
-        trainer.save_model(str(temporary))
+        if whole is None:
+            trainer.save_model(str(temporary))
+        elif writes:  # the Trainer would write tied weights twice, since gathered ones share no memory
+            untied = {
+                name: weight for name, weight in whole.items() if name not in trainer.model.all_tied_weights_keys
+            }
+            trainer.model.save_pretrained(temporary, state_dict=untied)
+            tokenizer.save_pretrained(temporary)
         if writes:
             (temporary / "training_args.bin").unlink(missing_ok=True)  # a pickle
             versions = {"gated-qwen": gated_qwen.__version__, "torch": torch.__version__}
