@@ -113,7 +113,7 @@ def counting_bar(
 
 @contextmanager
 def steps() -> Iterator[Callable[[str], None]]:
-    """A spinner on stderr with the step at hand and its time; each finished step stays as a line."""
+    """A spinner on stderr with the step at hand and its time; finished steps stay as lines, a failed one goes."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -128,5 +128,11 @@ def steps() -> Iterator[Callable[[str], None]]:
             for task in progress.tasks:
                 progress.update(task.id, completed=1)
 
-        yield step
+        try:
+            yield step
+        except BaseException:  # the error is said on a line of its own, with no spinner left above it
+            for task in progress.tasks:
+                if not task.finished:
+                    progress.remove_task(task.id)
+            raise
         finish()

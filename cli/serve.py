@@ -29,4 +29,23 @@ def serve(
         found = getattr(gated_qwen, name)
         if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
             setattr(transformers, name, found)
+    _warn_without_chat_template(path)
     app(["serve", path, *context.args], prog_name="gated-qwen")
+
+
+def _warn_without_chat_template(path: str) -> None:
+    """Says before the first question what the server would answer with an error 500 and no reason."""
+    import sys
+
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError):  # the server says what is wrong with it
+        return
+    if tokenizer.chat_template is None:
+        print(
+            f"{path}: the tokenizer has no chat template, so /v1/chat/completions will fail; set "
+            "tokenizer.chat_template and save it, or ask /v1/completions",
+            file=sys.stderr,
+        )

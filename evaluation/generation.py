@@ -21,7 +21,7 @@ class AllFound(StoppingCriteria):
         return torch.tensor(found, device=input_ids.device)
 
 
-@torch.inference_mode()
+@torch.no_grad()  # and not inference_mode, in which quanto's 4-bit weights fail
 def generate_answers(
     model: Any,
     tokenizer: Any,

