@@ -712,6 +712,13 @@ def test_a_real_diagnosis_and_its_card(tmp_path, build):
     assert shares["first_token_attention_share"] == pytest.approx(
         diagnosis["attention"]["mean"]["first_token_share"], abs=1e-6
     )
+    if build is tiny_model:
+        assert "### Attention, activations and gates\n" in text and "expert" not in text
+    else:
+        assert "### Attention, activations, gates and routers\n" in text
+        most = diagnosis["routers"]["summary"]["max_load"]
+        shown = text.split(f"| fullest expert's load over an even one (layer {most['layer']}) | ")[1].split(" |")[0]
+        assert float(shown) == pytest.approx(most["value"], rel=1e-2)
 
 
 @pytest.mark.slow
