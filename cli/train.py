@@ -1,7 +1,10 @@
 """`gated-qwen train`: a training run from a recipe."""
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -44,8 +47,12 @@ def train(
     from gated_qwen.training.run import train as run
 
     register_auto_classes()
-    with console.counting_bar("training", "steps") as (start, progress):
-        result = run(read, out, resume=resume, overwrite=overwrite, start=start, progress=progress)
+    with _trackers_on_stderr(), console.counting_bar("training", "steps") as (start, progress):
+        try:
+            result = run(read, out, resume=resume, overwrite=overwrite, start=start, progress=progress)
+        except KeyboardInterrupt:
+            console.note(f"stopped; --resume goes on from the last complete checkpoint in {out}")
+            raise
     if not result.speaks:
         return
     if as_json:
@@ -61,6 +68,20 @@ def train(
         ("time", f"{result.seconds:.1f} s"),
     ]
     console.print_table("gated-qwen train", rows)
+
+
+@contextmanager
+def _trackers_on_stderr() -> Iterator[None]:
+    """Keeps stdout for the result: trackers print there, and W&B would once more when the process ends."""
+    failed = True
+    with redirect_stdout(sys.stderr):
+        try:
+            yield
+            failed = False
+        finally:
+            wandb: Any = sys.modules.get("wandb")  # maybe only a folder of that name, which it leaves behind
+            if getattr(wandb, "run", None) is not None:
+                wandb.finish(exit_code=int(failed))
 
 
 def _loss(value: float | None) -> str:

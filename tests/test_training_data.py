@@ -2,13 +2,15 @@
 
 import os
 import time
+from itertools import islice
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 from small_tokenizers import tokenizer_of
+from torch.utils.data import DataLoader
 
-from gated_qwen.training.data import StreamedRows, documents, rows
+from gated_qwen.training.data import StreamedRows, documents, rows, training_rows
 from gated_qwen.training.packing import one_document_a_row, pack
 from gated_qwen.training.recipe import DataSection, TextSource
 
@@ -65,6 +67,37 @@ def test_no_row_is_without_a_target_and_none_begins_with_one(tmp_path, packing):
     for row in made:
         assert row["labels"][0] == -100
         assert any(label != -100 for label in row["labels"])
+
+
+WHERE = {
+    "a folder": (
+        "texts",
+        r"data\.train\[0\]\.text: .*texts is a folder; write which of its files, .*texts/\*",
+    ),
+    "a pattern of nothing": ("texts/*.md", r"data\.train\[0\]\.text: .*texts/\*\.md: no such file"),
+}
+
+
+@pytest.mark.parametrize("case", WHERE)
+def test_files_that_are_not_there_are_said_as_the_reader_wrote_them(tmp_path, case):
+    (tmp_path / "texts").mkdir()
+    where, error = WHERE[case]
+    with pytest.raises(ValueError, match=error):
+        list(documents([TextSource(text=str(tmp_path / where))]))
+
+
+@pytest.mark.parametrize("files", [1, 2, 3])
+def test_workers_of_a_stream_lose_and_repeat_nothing_however_many_files_there_are(tmp_path, files):
+    for number in range(files):
+        lines = [f"{chr(97 + number)}{chr(97 + line)}" for line in range(12 // files)]
+        (tmp_path / f"{number}.txt").write_text("\n".join(lines))
+    source = TextSource(text=str(tmp_path / "*.txt"), sample_by="line", streaming=True)
+    data = DataSection(train=[source], length=8, packing="none", bos="none", eos=False)
+    tokenizer = tokenizer_of("byte-level BPE")
+    expected = [row["input_ids"] for row in rows([source], tokenizer, data)]
+    stream = training_rows(tokenizer, data, tmp_path / "unused")
+    loader = DataLoader(stream, batch_size=None, num_workers=2)
+    assert [row["input_ids"] for row in islice(loader, 2 * len(expected))] == 2 * expected
 
 
 def test_a_stream_has_no_end_and_its_workers_share_it():

@@ -12,7 +12,7 @@ from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file
 from test_training_parallel import as_rank, free_port
-from training_corpus import evaluated, losses, recipe_in
+from training_corpus import evaluated, logged, losses, recipe_in
 from transformers import AutoModelForCausalLM
 from transformers_suite.distributed import start_rank_processes
 
@@ -66,11 +66,6 @@ def train_on_two(folder, changes, resume=False):
     changes = {**changes, "trainer__per_device_train_batch_size": 2}
     start_rank_processes(train_sharded, (free_port(), folder, changes, resume), 2)
     return load_file(folder / "two" / "model" / "model.safetensors")
-
-
-def logged(out, name):
-    entries = map(json.loads, (out / "log.jsonl").read_text().splitlines())
-    return {entry["step"]: entry[name] for entry in entries if name in entry}
 
 
 def assert_close(found, expected, tolerance):

@@ -39,6 +39,19 @@ WRONG = [
     ("trainer.output_dir", "here", "trainer.output_dir: pass --out instead"),
     ("trainer.label_smoothing_factor", 0.1, "trainer.label_smoothing_factor: transformers does not smooth"),
     ("trainer.eval_strategy", "steps", "trainer.eval_strategy: there is nothing to evaluate on; name data.evaluation"),
+    ("trainer.eval_on_start", True, "trainer.eval_on_start: there is nothing to evaluate on"),
+    (
+        "trainer.metric_for_best_model",
+        "accuracy",
+        "trainer.metric_for_best_model: an evaluation measures the loss only",
+    ),
+    ("trainer.hub_token", "hf_secret", "trainer.hub_token: a recipe is published with its model"),
+    ("trainer.use_liger_kernel", True, "trainer.use_liger_kernel: its kernels do not know gated models"),
+    ("trainer.parallelism_config", {"tp_size": 2}, "trainer.parallelism_config: a recipe trains data parallel"),
+    ("data.train.0.limit", 0, "data.train[0].limit: at least 1 document"),
+    ("data.train.0.config", "en", "data.train[0].config: only a dataset on the Hub"),
+    ("data.train.0.revision", "main", "data.train[0].revision: only a dataset on the Hub"),
+    ("data.train", [{"json": "a", "sample_by": "line"}], "data.train[0].sample_by: only text files are cut"),
     ("trainer.load_best_model_at_end", True, "trainer.load_best_model_at_end: there is nothing to evaluate on"),
 ]
 
@@ -127,14 +140,21 @@ def test_every_shipped_recipe_is_read_and_its_model_exists(name, tmp_path):
         ("learning_rate", "fast", "trainer.learning_rate: write a number, found 'fast'"),
         ("max_steps", 2.5, "trainer.max_steps: write a whole number, found 2.5"),
         ("save_strategy", "sometimes", "trainer: "),
-        ("report_to", "paper", "trainer: paper is not supported"),
+        ("report_to", "paper", "trainer.report_to: paper is not supported"),
+        ("max_steps", 0, "trainer.max_steps: nothing would be trained"),
+        ("num_train_epochs", 0, "trainer.num_train_epochs: nothing would be trained"),
+        ("per_device_train_batch_size", 0, "trainer.per_device_train_batch_size: at least 1, found 0"),
+        ("gradient_accumulation_steps", 0, "trainer.gradient_accumulation_steps: at least 1, found 0"),
+        ("learning_rate", -1e-3, "trainer.learning_rate: at least 0, found -0.001"),
+        ("seed", -1, "trainer.seed: at least 0, found -1"),
         ("lr_scheduler_type", "warmup_stable_decay", "trainer.lr_scheduler_kwargs: warmup_stable_decay does not take"),
     ],
 )
 def test_a_wrong_trainer_field_is_named(recipe_file, tmp_path, field, value, error):
     from gated_qwen.training.arguments import training_arguments
 
-    recipe = load_recipe(recipe_file(GOOD), {f"trainer.{field}": value})
+    steps = {"trainer.max_steps": -1} if field == "num_train_epochs" else {}
+    recipe = load_recipe(recipe_file(GOOD), {**steps, f"trainer.{field}": value})
     with pytest.raises(ValueError) as caught:
         training_arguments(recipe, tmp_path)
     assert str(caught.value).startswith(error)

@@ -8,7 +8,7 @@ import torch
 from fresh_process import FreshProcess
 from safetensors.torch import load_file
 from tiny import tiny_model
-from training_corpus import evaluated, losses, recipe_in
+from training_corpus import evaluated, logged, losses, recipe_in
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gated_qwen.training.checkpoints import last_complete_checkpoint
@@ -38,7 +38,7 @@ def test_a_run_learns_and_says_what_it_did(finished):
     assert result.train_loss == pytest.approx(found[8])
     assert found[8] < found[1] - 0.5
     assert (result.steps, result.tokens, result.resumed_from) == (8, 8 * 4 * 32, None)
-    assert result.evaluation_loss == pytest.approx(log_of(out)[-1]["eval_loss"])
+    assert result.evaluation_loss == pytest.approx(logged(out, "eval_loss")[8])
     assert json.loads((result.model / "provenance.json").read_text())["recipe"] == recipe.to_dict()
 
 
@@ -192,6 +192,19 @@ REFUSED = {
     "a preset that is not there": ({"model__preset": "tiny-headless"}, "model: .*tiny-headwise"),
     "a config field that is not there": ({"model__set": {"gate_postions": []}}, "model: .*gate_postions"),
     "a vocabulary that is too small": ({"model__set": {"vocab_size": 200}}, r"model\.set\.vocab_size: .*200.*300"),
+    "an attention implementation that is not there": (
+        {"model__attention": "flash_attention_9"},
+        r"model\.attention: .*flash_attention_9",
+    ),
+    "a rate of gates for a model without": (
+        {"model__set": {"gate_positions": []}, "gate__learning_rate": 1e-2},
+        r"gate\.learning_rate: the model has no gate",
+    ),
+    "an optimizer that is not installed": (
+        {"trainer__optim": "grokadamw"},
+        r"trainer\.optim: .*pip install grokadamw",
+    ),
+    "an optimizer with a wrong option": ({"trainer__adam_beta1": 2.0}, r"trainer\.optim: Invalid beta"),
     "more tokens than the text gives": (
         {"tokenizer__train__vocab_size": 9000},
         r"tokenizer\.train\.vocab_size: the text",
@@ -208,6 +221,13 @@ def test_what_cannot_be_done_is_refused_by_its_field(tmp_path, case):
     changes, error = REFUSED[case]
     with pytest.raises(ValueError, match=error):
         train(recipe_in(tmp_path, **changes), tmp_path / "out")
+    assert not (tmp_path / "out" / "data" / "train.arrow").exists(), "hours of tokenising for nothing"
+
+
+def test_a_run_that_takes_no_step_leaves_no_model(tmp_path):
+    options = {"trainer__dataloader_drop_last": True, "trainer__per_device_train_batch_size": 5000}
+    with pytest.raises(ValueError, match=r"data\.train: not one whole batch"):
+        train(recipe_in(tmp_path, **options), tmp_path / "out")
     assert not (tmp_path / "out" / "model").exists()
 
 
@@ -229,6 +249,16 @@ SOURCES = {
     "an adapter": (as_adapter, {}, r"model\.source: .* is an adapter; run `gated-qwen merge"),
     "an empty folder": (lambda folder: (folder / "config.json").unlink(), {}, "holds no config.json"),
     "no folder": (shutil.rmtree, {}, r"model\.source: .*no such folder"),
+    "with code of its own": (
+        lambda folder: change_config(folder, model_type="other", auto_map={"AutoConfig": "configuration_other.Other"}),
+        {},
+        r"model\.source: .* needs code of its own, which is not run here",
+    ),
+    "of no known family": (
+        lambda folder: change_config(folder, model_type="other", auto_map={}),
+        {},
+        r"model\.source: .*`other`",
+    ),
     "of a deeper model": (
         lambda folder: change_config(folder, num_hidden_layers=3, layer_types=["full_attention"] * 3),
         {},

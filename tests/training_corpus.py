@@ -50,5 +50,10 @@ def evaluated(folder: Path) -> list[dict[str, Any]]:
 
 def losses(out: Path) -> dict[int, float]:
     """The training losses that a run logged, by step."""
+    return logged(out, "loss")
+
+
+def logged(out: Path, name: str) -> dict[int, float]:
+    """The values of one name that a run logged, by step."""
     entries = map(json.loads, (out / "log.jsonl").read_text().splitlines())
-    return {entry["step"]: entry["loss"] for entry in entries if "loss" in entry}
+    return {entry["step"]: entry[name] for entry in entries if name in entry}

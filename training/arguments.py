@@ -22,6 +22,16 @@ DEFAULTS: dict[str, Any] = {
 }
 # Rows hold what the model takes, and the whole vocabulary's logits of an evaluation are never wanted.
 FIXED: dict[str, Any] = {"remove_unused_columns": False, "prediction_loss_only": True, "disable_tqdm": True}
+# The least that makes sense, where TrainingArguments takes anything and the run would fail late or do nothing.
+LEAST: dict[str, float] = {
+    "per_device_train_batch_size": 1,
+    "per_device_eval_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "learning_rate": 0,
+    "weight_decay": 0,
+    "seed": 0,
+    "data_seed": 0,
+}
 NUMBERS = {int, float, bool, type(None)}
 
 
@@ -42,16 +52,32 @@ def training_arguments(recipe: Recipe, checkpoints: Path) -> TrainingArguments:
         check_name(name, fields, "trainer")
         is_number = _kinds(hints[name]) <= NUMBERS
         values[name] = read_value(hints[name], value, f"trainer.{name}") if is_number else value
+        if name in LEAST and values[name] is not None and values[name] < LEAST[name]:
+            raise ValueError(f"trainer.{name}: at least {LEAST[name]}, found {value!r}")
+        if name == "report_to" and value is None:
+            values[name] = "none"
         if value is False and name.endswith("_strategy"):
             values[name] = "no"  # as YAML reads a plain no
     try:
         # Absolute, since a checkpoint's state names the best one by this path.
         arguments = TrainingArguments(output_dir=str(checkpoints.absolute()), **{**DEFAULTS, **values, **FIXED})
-        get_reporting_integration_callbacks(arguments.report_to)
     except (ValueError, TypeError, ImportError, AttributeError) as error:
         raise ValueError(f"trainer: {' '.join(str(error).split())}") from error
+    if arguments.max_steps == 0 or (arguments.max_steps < 0 and arguments.num_train_epochs <= 0):
+        name = "num_train_epochs" if arguments.max_steps < 0 else "max_steps"
+        raise ValueError(f"trainer.{name}: nothing would be trained; write a number above 0")
+    _check_trackers(arguments)
     _check_schedule(arguments)
     return arguments
+
+
+def _check_trackers(arguments: TrainingArguments) -> None:
+    """Makes each tracker's callback once: one that is not installed says there what to install."""
+    try:
+        for callback in get_reporting_integration_callbacks(arguments.report_to):
+            callback()
+    except (ValueError, RuntimeError, ImportError) as error:
+        raise ValueError(f"trainer.report_to: {' '.join(str(error).split())}") from error
 
 
 def _check_schedule(arguments: TrainingArguments) -> None:

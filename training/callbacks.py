@@ -55,6 +55,27 @@ class Progress(TrainerCallback):
             self._advance(1)
 
 
+class LastStep(TrainerCallback):
+    """Logs and evaluates after the last step, whatever the intervals: inside the run, since trackers close theirs.
+
+    Args:
+        evaluates: there is something to evaluate on.
+    """
+
+    def __init__(self, evaluates: bool) -> None:
+        self._evaluates = evaluates
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step >= state.max_steps:
+            control.should_log = True
+            if self._evaluates and args.eval_strategy != "epoch":
+                control.should_evaluate = True  # before this step's checkpoint, which remembers it
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step >= state.max_steps and self._evaluates and args.eval_strategy == "epoch":
+            control.should_evaluate = True
+
+
 def _parsed(line: str) -> dict[str, Any] | None:
     """A line of the log; None for one that a kill cut short."""
     try:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from glob import glob
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,7 +47,7 @@ def read_texts(source: TextSource, path: str = "data.train") -> Any:
     else:
         options["data_files"] = {source.split: where}
         options |= {"sample_by": source.sample_by} if kind == "text" else {}
-    with _reading(f"{path}.{kind}: {where}"):
+    with _reading(f"{path}.{kind}: {where}", where if kind != "hub" else None):
         dataset = load_dataset(where if kind == "hub" else kind, **options)
     columns = dataset.column_names
     if columns is not None and source.column not in columns:
@@ -78,7 +79,9 @@ def documents(sources: list[TextSource], path: str = "data.train") -> Iterator[s
 
 def _column(source: TextSource, path: str) -> Iterator[Any]:
     """The entries of a source's column, as they are."""
-    entries = iter(read_texts(source, path))
+    dataset = read_texts(source, path)
+    # In a worker of a DataLoader a stream would give its own part only, by file, and StreamedRows shares the rows.
+    entries = dataset.iter(batch_size=1) if source.streaming else iter(dataset)
     where = source.text or source.parquet or source.json or source.hub
     while True:
         with _reading(f"{path}: {where}"):  # a streamed file is opened only now
@@ -87,17 +90,27 @@ def _column(source: TextSource, path: str) -> Iterator[Any]:
             return
         if source.column not in entry:
             raise ValueError(f"{path}.column: {where} has no column {source.column!r}, but {', '.join(entry)}")
-        yield entry[source.column]
+        yield entry[source.column][0] if source.streaming else entry[source.column]
 
 
 @contextmanager
-def _reading(what: str) -> Iterator[None]:
-    """Says what could not be read, and why: `datasets` hides the reason behind errors of its own."""
+def _reading(what: str, files: str | None = None) -> Iterator[None]:
+    """Says what could not be read, and why: `datasets` hides the reason behind errors of its own.
+
+    Args:
+        what: the recipe's field and its value.
+        files: a path or pattern, while it is looked for.
+    """
     from datasets.exceptions import DatasetsError
 
     try:
         yield
-    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError, DatasetsError) as error:
+        if files is not None and "://" not in files:
+            if Path(files).is_dir():
+                raise ValueError(f"{what} is a folder; write which of its files, such as {Path(files)}/*") from error
+            if not glob(files, recursive=True):
+                raise ValueError(f"{what}: no such file") from error
         first: BaseException = error
         while isinstance(first, DatasetsError) and first.__cause__ is not None:
             first = first.__cause__

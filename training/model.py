@@ -7,7 +7,7 @@ import torch
 import torch.distributed.checkpoint
 
 from gated_qwen.training.checkpoints import SHARDS
-from gated_qwen.training.gates import freeze_all_but_gates
+from gated_qwen.training.gates import freeze_all_but_gates, gate_parameters
 from gated_qwen.training.recipe import ModelSection, Recipe
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -26,23 +26,54 @@ def build_model(recipe: Recipe, tokenizer: Any, seed: int) -> Any:
         A Hugging Face causal LM.
 
     Raises:
-        ValueError: an unknown preset or field, a vocabulary smaller than the tokenizer's, rows longer than the model's
-            positions, or a source that cannot be trained as it is.
+        ValueError: a preset or source that cannot be trained as it is; `check_model` finds what else may be wrong.
     """
     model = _fresh(recipe, tokenizer, seed) if recipe.model.preset is not None else _existing(recipe)
+    if recipe.gate.train_only:
+        freeze_all_but_gates(model)
+    return model
+
+
+def check_model(recipe: Recipe, tokens: int) -> Any:
+    """Builds the recipe's model without memory for its weights: a fault shows before hours of tokenising.
+
+    Args:
+        recipe: a recipe.
+        tokens: of its tokenizer.
+
+    Returns:
+        The model, on torch's meta device.
+
+    Raises:
+        ValueError: an unknown preset, field or attention implementation, a source that cannot be trained as it is, a
+            vocabulary smaller than the tokenizer's, rows longer than the model's positions, or settings of gates that
+            it lacks.
+    """
+    from transformers import AutoModelForCausalLM
+
+    wanted = recipe.model
+    config = source_config(wanted) if wanted.source is not None else _preset_config(wanted, vocab_size=tokens)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=wanted.attention)
+    except (ValueError, ImportError) as error:
+        if wanted.attention not in str(error) and not isinstance(error, ImportError):
+            raise ValueError(f"model: {' '.join(str(error).split())}") from error
+        raise ValueError(f"model.attention: {' '.join(str(error).split())}") from error
     config = model.config.get_text_config(decoder=True)
-    if len(tokenizer) > config.vocab_size:
-        raise ValueError(
-            f"model.set.vocab_size: the model has {config.vocab_size} tokens and the tokenizer {len(tokenizer)}"
-        )
+    if tokens > config.vocab_size:
+        raise ValueError(f"model.set.vocab_size: the model has {config.vocab_size} tokens and the tokenizer {tokens}")
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and recipe.data.length > limit:
         raise ValueError(
             f"data.length: rows of {recipe.data.length} tokens do not fit max_position_embeddings={limit}; set "
             "model.set.max_position_embeddings for a fresh model, or extend a source with `gated-qwen extend`"
         )
-    if recipe.gate.train_only:
-        freeze_all_but_gates(model)
+    gate = recipe.gate
+    settings = {"learning_rate": gate.learning_rate, "weight_decay": gate.weight_decay, "train_only": gate.train_only}
+    for name, value in settings.items():
+        if value not in (None, False) and not gate_parameters(model):
+            raise ValueError(f"gate.{name}: the model has no gate; leave it out, or give it one (gate_positions)")
     return model
 
 
@@ -61,21 +92,26 @@ def load_trained(checkpoint: Path, recipe: Recipe, tokenizer: Any) -> Any:
 
 
 def _fresh(recipe: Recipe, tokenizer: Any, seed: int) -> Any:
-    from gated_qwen.configuration.presets import preset
-
     wanted = recipe.model
-    assert wanted.preset is not None
-    overrides = {"vocab_size": len(tokenizer), **{name: getattr(tokenizer, name) for name in TOKEN_IDS}, **wanted.set}
-    try:
-        config = preset(wanted.preset, match_parameters=wanted.match_parameters, **overrides)
-    except ValueError as error:
-        raise ValueError(f"model: {error}") from error
+    config = _preset_config(
+        wanted, vocab_size=len(tokenizer), **{name: getattr(tokenizer, name) for name in TOKEN_IDS}
+    )
     torch.manual_seed(seed)
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_config(
         config, attn_implementation=wanted.attention, dtype=getattr(torch, wanted.dtype)
     )
+
+
+def _preset_config(wanted: ModelSection, **defaults: Any) -> Any:
+    from gated_qwen.configuration.presets import preset
+
+    assert wanted.preset is not None
+    try:
+        return preset(wanted.preset, match_parameters=wanted.match_parameters, **{**defaults, **wanted.set})
+    except ValueError as error:
+        raise ValueError(f"model: {error}") from error
 
 
 def _existing(recipe: Recipe) -> Any:
@@ -112,8 +148,10 @@ def source_config(wanted: ModelSection) -> Any:
     source = str(wanted.source)
     _check_folder(source)
     try:
-        config = AutoConfig.from_pretrained(source, revision=wanted.revision)
-    except OSError as error:
+        config = AutoConfig.from_pretrained(source, revision=wanted.revision, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(f"model.source: {source} needs code of its own, which is not run here") from error
         raise ValueError(f"model.source: {' '.join(str(error).split())}") from error
     _check_layout(config, source)
     return _changed(config, wanted.set, source)

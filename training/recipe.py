@@ -32,6 +32,9 @@ _TAKEN = {
     "disable_tqdm": "the command has a bar of its own",
     # transformers shifts the labels of its own models only: with ours every token would be its own target.
     "label_smoothing_factor": "transformers does not smooth the loss of a model that is not its own",
+    "use_liger_kernel": "its kernels do not know gated models; loss.chunk saves the memory of the logits",
+    "parallelism_config": "a recipe trains data parallel, or sharded by the launcher's config",
+    "hub_token": "a recipe is published with its model; log in with `hf auth login` instead",
     "push_to_hub": "push the finished folder with `gated-qwen push`, which checks it first",
 }
 
@@ -122,6 +125,14 @@ class TextSource:
     def __post_init__(self) -> None:
         if sum(value is not None for value in (self.text, self.parquet, self.json, self.hub)) != 1:
             raise ValueError("text: name one of text, parquet, json and hub")
+        if self.hub is None:
+            for name in ("config", "revision"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name}: only a dataset on the Hub (hub) has one")
+        if self.text is None and self.sample_by != "document":
+            raise ValueError("sample_by: only text files are cut into documents; the others have a document a row")
+        if self.limit is not None and self.limit < 1:
+            raise ValueError("limit: at least 1 document")
 
 
 @dataclass
@@ -221,8 +232,10 @@ class Recipe:
                 raise ValueError(f"trainer.{name}: {mend}")
         if self.model.preset is not None and self.tokenizer.source is None and self.tokenizer.train is None:
             raise ValueError("tokenizer: a fresh model needs a tokenizer: name its source, or train one")
+        if self.trainer.get("metric_for_best_model") not in (None, "loss", "eval_loss"):
+            raise ValueError("trainer.metric_for_best_model: an evaluation measures the loss only; write loss")
         if not self.data.evaluation:
-            for name in ("eval_strategy", "load_best_model_at_end"):
+            for name in ("eval_strategy", "eval_on_start", "load_best_model_at_end"):
                 if self.trainer.get(name) not in (None, False, "no"):
                     raise ValueError(f"trainer.{name}: there is nothing to evaluate on; name data.evaluation")
 

@@ -96,17 +96,24 @@ def train(
     out = Path(out)
     processes = PartialState()
     from gated_qwen.training.arguments import training_arguments
-    from gated_qwen.training.model import source_config
+    from gated_qwen.training.data import documents
+    from gated_qwen.training.model import check_model
+    from gated_qwen.training.tokenizer import learn_tokenizer
+    from gated_qwen.training.trainer import check_optimizer
 
+    tokenizer = _given_tokenizer(recipe)
+    learned = recipe.tokenizer.train
+    tokens = len(tokenizer) if learned is None else learned.vocab_size
+    model = check_model(recipe, tokens)  # before the arguments, by which transformers knows of DeepSpeed and shards it
     arguments = training_arguments(recipe, out / "checkpoints")
     if arguments.fsdp and arguments.device.type == "cpu":
         raise ValueError("trainer.fsdp: accelerate shards on accelerators only; on the CPU it would copy the model")
-    if recipe.model.source is not None:
-        source_config(recipe.model)
+    check_optimizer(arguments, model)
     with processes.main_process_first():
         if processes.is_main_process:
             _open(out, recipe, resume, overwrite)
-        tokenizer = _tokenizer(recipe, out)
+        if learned is not None:
+            tokenizer = learn_tokenizer(documents(recipe.data.train), learned, out / "tokenizer")
         rows = _rows(recipe, tokenizer, out)
     checkpoint = last_complete_checkpoint(out / "checkpoints") if resume else None
     if ended := checkpoint is not None and has_ended(checkpoint):  # killed, say, while the model was written
@@ -120,8 +127,9 @@ def train(
         trainer.state = state
     else:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    trained_here = not (ended and trainer.is_fsdp_enabled)  # else accelerate has nothing sharded to evaluate
-    evaluation = trainer.evaluate() if rows[1] is not None and trained_here else {}
+        if trainer.state.global_step == 0:
+            raise ValueError("data.train: not one whole batch; give more text, or leave dataloader_drop_last out")
+    evaluation_loss = _evaluation_loss(trainer) if rows[1] is not None else None
     _save(trainer, tokenizer, recipe, out / "model")
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return TrainResult(
@@ -129,11 +137,20 @@ def train(
         steps=trainer.state.global_step,
         tokens=int(trainer.state.num_input_tokens_seen),
         train_loss=losses[-1] if losses else None,
-        evaluation_loss=evaluation.get("eval_loss"),
+        evaluation_loss=evaluation_loss,
         seconds=time.monotonic() - began,
         resumed_from=None if checkpoint is None else int(checkpoint.name.rpartition("-")[2]),
         speaks=processes.is_main_process,
     )
+
+
+def _evaluation_loss(trainer: Any) -> float | None:
+    """The loss that was logged for the finished weights: those after the last step, or the best ones."""
+    state = trainer.state
+    best = state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
+    step = state.global_step if best is None else int(best.rpartition("-")[2])
+    found = [entry["eval_loss"] for entry in state.log_history if entry["step"] == step and "eval_loss" in entry]
+    return found[-1] if found else None
 
 
 def _open(out: Path, recipe: Recipe, resume: bool, overwrite: bool) -> None:
@@ -186,13 +203,13 @@ def _as_json(recipe: Recipe) -> str:
     return json.dumps(recipe.to_dict(), indent=2) + "\n"
 
 
-def _tokenizer(recipe: Recipe, out: Path) -> Any:
-    from gated_qwen.training.data import documents
-    from gated_qwen.training.tokenizer import learn_tokenizer, load_tokenizer
+def _given_tokenizer(recipe: Recipe) -> Any:
+    """The recipe's tokenizer, or None when it is yet to be trained."""
+    from gated_qwen.training.tokenizer import load_tokenizer
 
     wanted = recipe.tokenizer
     if wanted.train is not None:
-        return learn_tokenizer(documents(recipe.data.train), wanted.train, out / "tokenizer")
+        return None
     if wanted.source is not None:
         return load_tokenizer(wanted.source, wanted.revision, "tokenizer.source")
     assert recipe.model.source is not None  # the recipe's own check
@@ -203,10 +220,8 @@ def _rows(recipe: Recipe, tokenizer: Any, out: Path) -> tuple[Any, Any]:
     from gated_qwen.training.data import evaluation_rows, training_rows
 
     folder = out / "data"
-    return (
-        training_rows(tokenizer, recipe.data, folder / "train.arrow"),
-        evaluation_rows(tokenizer, recipe.data, folder / "evaluation.arrow"),
-    )
+    evaluation = evaluation_rows(tokenizer, recipe.data, folder / "evaluation.arrow")  # first: a fault shows at once
+    return training_rows(tokenizer, recipe.data, folder / "train.arrow"), evaluation
 
 
 def _trainer(
@@ -221,7 +236,7 @@ def _trainer(
 ) -> Any:
     from transformers import PrinterCallback
 
-    from gated_qwen.training.callbacks import LogFile, Progress
+    from gated_qwen.training.callbacks import LastStep, LogFile, Progress
     from gated_qwen.training.data import StreamedRows, collate
     from gated_qwen.training.model import build_model, load_trained
     from gated_qwen.training.trainer import GatedTrainer
@@ -243,7 +258,7 @@ def _trainer(
         eval_dataset=rows[1],
         data_collator=partial(collate, pad=pad),
         processing_class=tokenizer,
-        callbacks=[LogFile(out / LOG), Progress(start, progress)],
+        callbacks=[LogFile(out / LOG), Progress(start, progress), LastStep(rows[1] is not None)],
     )
     if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not trainer.is_fsdp_enabled:
         raise ValueError(

@@ -35,10 +35,7 @@ class GatedTrainer(Trainer):
         model = self.model if model is None else model
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
             optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)
-            makes_groups = {"params", "model", "optimizer_dict"} & options.keys() or not issubclass(
-                optimizer_class, torch.optim.Optimizer
-            )
-            if not makes_groups:
+            if not _makes_groups(optimizer_class, options):
                 groups = parameter_groups(
                     model,
                     learning_rate=self.args.learning_rate,
@@ -62,6 +59,26 @@ class GatedTrainer(Trainer):
         in_chunks = nullcontext() if self._chunk is None else loss_in_chunks(plain, self._chunk)
         with in_chunks, router_losses_over(plain, parts):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+def check_optimizer(arguments: Any, model: Any) -> None:
+    """Makes the optimizer once, of nothing: the Trainer would make it after the data were read.
+
+    Raises:
+        ValueError: a package that it needs is not installed, or an option is not understood.
+    """
+    try:
+        optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
+        if not _makes_groups(optimizer_class, options):
+            optimizer_class([torch.nn.Parameter(torch.zeros(1))], **options)
+    except (ImportError, ValueError, TypeError) as error:
+        raise ValueError(f"trainer.optim: {' '.join(str(error).split())}") from error
+
+
+def _makes_groups(optimizer_class: Any, options: dict[str, Any]) -> bool:
+    """Whether transformers gives an optimizer its parameters in groups of its own, or as a whole model."""
+    ready = {"params", "model", "optimizer_dict"} & options.keys()
+    return bool(ready) or not issubclass(optimizer_class, torch.optim.Optimizer)
 
 
 @contextmanager
