@@ -40,6 +40,7 @@ def quiet_libraries() -> None:
     """Turns off the libraries' warnings and bars before they are imported, unless --debug asks for them."""
     if debug:
         return
+    unasked = "TRANSFORMERS_VERBOSITY" not in os.environ
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TQDM_DISABLE", "1")
@@ -47,6 +48,8 @@ def quiet_libraries() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    if unasked:
+        logging.set_verbosity_error()  # a launcher may have imported it before
 
 
 def note(message: str) -> None:

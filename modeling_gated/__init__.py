@@ -90,6 +90,13 @@ def __dir__() -> list[str]:
     return __all__
 
 
+def _is_command() -> bool:
+    """Whether this process is `gated-qwen`, or `python -m gated_qwen.cli`, as a launcher starts it."""
+    words = sys.orig_argv
+    called = Path(sys.argv[0] if sys.argv else "").name in ("gated-qwen", "gated-qwen.exe")
+    return called or ("-m", "gated_qwen.cli") in zip(words, words[1:], strict=False)
+
+
 # The command answers --help and wrong usage without loading torch, so its verbs register when they load a model.
-if Path(sys.argv[0] if sys.argv else "").name not in ("gated-qwen", "gated-qwen.exe"):
+if not _is_command():
     register_auto_classes()

@@ -96,6 +96,10 @@ def router_gives_probabilities():
         return bool(router(torch.zeros(1, 1))[0].any())
 
 
+# Found out here and not in a model's constructor, where DeepSpeed's ZeRO-3 takes a router's weights away.
+HAS_ROUTER_LOGITS = not router_gives_probabilities()
+
+
 class GatedQwenMoeDecoderLayer(GatedQwenDecoderLayer):
     """The dense model's layer, with experts in place of the MLP in sparse layers."""
 
@@ -154,7 +158,7 @@ class GatedQwenMoeForCausalLM(GatedQwenMoePreTrainedModel, Qwen3MoeForCausalLM):
         self.router_aux_loss_coef = config.router_aux_loss_coef
         self.num_experts = config.num_experts
         self.num_experts_per_tok = config.num_experts_per_tok
-        if config.router_z_loss_coef and router_gives_probabilities():
+        if config.router_z_loss_coef and not HAS_ROUTER_LOGITS:
             raise RuntimeError(
                 "GatedQwenMoeForCausalLM: this version of transformers does not hand out router logits, so there is "
                 "no router z-loss; set router_z_loss_coef=0.0 or upgrade transformers."

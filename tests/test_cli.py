@@ -36,6 +36,13 @@ assert not {"torch", "transformers", "numpy"} & set(sys.modules), sorted(sys.mod
         assert verb in result.stdout
 
 
+def test_help_of_the_module_loads_neither_as_well():
+    command = [sys.executable, "-X", "importtime", "-m", "gated_qwen.cli", "--help"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    loaded = {line.rpartition("|")[2].strip() for line in run.stderr.splitlines()}
+    assert "train" in run.stdout and "gated_qwen" in loaded and not {"torch", "transformers", "numpy"} & loaded
+
+
 def test_new_writes_a_model_that_loads(run, tmp_path):
     arguments = (
         "new",

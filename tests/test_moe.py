@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3M
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 import gated_qwen
-from gated_qwen import GatedQwenMoeConfig, GatedQwenMoeForCausalLM
+from gated_qwen import GatedQwenMoeConfig, GatedQwenMoeForCausalLM, modeling_gated_qwen_moe
 from gated_qwen.modeling_gated_qwen_moe import router_gives_probabilities, router_z_loss
 
 EXPERTS = {
@@ -183,6 +183,8 @@ def test_the_z_loss_is_refused_where_the_router_hides_its_logits(monkeypatch):
 
     assert not router_gives_probabilities()
     monkeypatch.setattr(modeling_qwen3_moe, "Qwen3MoeTopKRouter", Router)
+    assert router_gives_probabilities()
+    monkeypatch.setattr(modeling_gated_qwen_moe, "HAS_ROUTER_LOGITS", False)
     with pytest.raises(RuntimeError, match=r"router_z_loss_coef=0\.0 or upgrade transformers"):
         GatedQwenMoeForCausalLM(tiny_moe_config(**LOSSES))
 

@@ -22,7 +22,7 @@ class DiagnosticsCallback(TrainerCallback):
     The decoder's body runs without gradients, in eval mode, in the weights' dtype and without a cache; modes, random
     state and gradients are as before, so that training is bit-equal with and without it. Every process runs it on the
     same batch, and only the main one reports, as with every log. With FSDP or DeepSpeed the whole wrapped model runs,
-    on every rank, since no rank has all weights; DeepSpeed was not tried.
+    on every rank, since no rank has all weights.
 
     Logged, with the prefix `diagnostics/`: `first_token_share`, `first_token_share_worst_layer`, `uniform`, `boost`,
     `max_activation` and `mean_of_layer_maxima` of the residual stream, `max_attention_output`, `max_ffn_output`,

@@ -117,6 +117,8 @@ def train(
         rows = _rows(recipe, tokenizer, out)
     checkpoint = last_complete_checkpoint(out / "checkpoints") if resume else None
     if ended := checkpoint is not None and has_ended(checkpoint):  # killed, say, while the model was written
+        if arguments.deepspeed_plugin is not None:
+            raise ValueError(f"{out}: the run has ended, and {checkpoint} is its model; DeepSpeed saves no other one")
         state = TrainerState.load_from_json(str(checkpoint / STATE))
         best = state.best_model_checkpoint if arguments.load_best_model_at_end else None
         final = checkpoint if best is None else checkpoint.with_name(Path(best).name)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from transformers import Trainer
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from gated_qwen.training.chunked_loss import check_chunked_loss, loss_in_chunks
 from gated_qwen.training.parameter_groups import parameter_groups
@@ -28,6 +29,8 @@ class GatedTrainer(Trainer):
         self._gate, self._chunk = gate, loss.chunk
         super().__init__(**kwargs)
         if self._chunk is not None:
+            if is_deepspeed_zero3_enabled():
+                raise ValueError("loss.chunk: ZeRO-3 gathers the head for its own call only; shard with FSDP2 instead")
             check_chunked_loss(self.model)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
