@@ -90,42 +90,26 @@ def train(
         FileNotFoundError: `resume`, and there is no run.
     """
     from accelerate import PartialState
-    from transformers import TrainerState
+
+    from gated_qwen.training.data import documents
+    from gated_qwen.training.tokenizer import learn_tokenizer
 
     began = time.monotonic()
     out = Path(out)
     processes = PartialState()
-    from gated_qwen.training.arguments import training_arguments
-    from gated_qwen.training.data import documents
-    from gated_qwen.training.model import check_model
-    from gated_qwen.training.tokenizer import learn_tokenizer
-    from gated_qwen.training.trainer import check_optimizer
-
-    tokenizer = _given_tokenizer(recipe)
-    learned = recipe.tokenizer.train
-    tokens = len(tokenizer) if learned is None else learned.vocab_size
-    model = check_model(recipe, tokens)  # before the arguments, by which transformers knows of DeepSpeed and shards it
-    arguments = training_arguments(recipe, out / "checkpoints")
-    if arguments.fsdp and arguments.device.type == "cpu":
-        raise ValueError("trainer.fsdp: accelerate shards on accelerators only; on the CPU it would copy the model")
-    check_optimizer(arguments, model)
+    arguments, tokenizer = _checked(recipe, out)
     with processes.main_process_first():
         if processes.is_main_process:
             _open(out, recipe, resume, overwrite)
-        if learned is not None:
-            tokenizer = learn_tokenizer(documents(recipe.data.train), learned, out / "tokenizer")
+        if recipe.tokenizer.train is not None:
+            tokenizer = learn_tokenizer(documents(recipe.data.train), recipe.tokenizer.train, out / "tokenizer")
         rows = _rows(recipe, tokenizer, out)
     checkpoint = last_complete_checkpoint(out / "checkpoints") if resume else None
-    if ended := checkpoint is not None and has_ended(checkpoint):  # killed, say, while the model was written
-        if arguments.deepspeed_plugin is not None:
-            raise ValueError(f"{out}: the run has ended, and {checkpoint} is its model; DeepSpeed saves no other one")
-        state = TrainerState.load_from_json(str(checkpoint / STATE))
-        best = state.best_model_checkpoint if arguments.load_best_model_at_end else None
-        final = checkpoint if best is None else checkpoint.with_name(Path(best).name)
-    elif checkpoint is not None:
+    ended_at, state = _end(checkpoint, arguments)
+    if checkpoint is not None and ended_at is None:
         check_resumable(checkpoint, processes.num_processes)
-    trainer = _trainer(recipe, arguments, tokenizer, rows, out, final if ended else None, start, progress)
-    if ended:
+    trainer = _trainer(recipe, arguments, tokenizer, rows, out, ended_at, start, progress)
+    if ended_at is not None:
         trainer.state = state
     else:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
@@ -144,6 +128,36 @@ def train(
         resumed_from=None if checkpoint is None else int(checkpoint.name.rpartition("-")[2]),
         speaks=processes.is_main_process,
     )
+
+
+def _checked(recipe: Recipe, out: Path) -> tuple[Any, Any]:
+    """The Trainer's arguments, and the tokenizer unless it is yet to be trained: faults show before a text is read."""
+    from gated_qwen.training.arguments import training_arguments
+    from gated_qwen.training.model import check_model
+    from gated_qwen.training.trainer import check_optimizer
+
+    tokenizer = _given_tokenizer(recipe)
+    learned = recipe.tokenizer.train
+    # Before the arguments, by which transformers knows of DeepSpeed and shards every model.
+    model = check_model(recipe, len(tokenizer) if learned is None else learned.vocab_size)
+    arguments = training_arguments(recipe, out / "checkpoints")
+    if arguments.fsdp and arguments.device.type == "cpu":
+        raise ValueError("trainer.fsdp: accelerate shards on accelerators only; on the CPU it would copy the model")
+    check_optimizer(arguments, model)
+    return arguments, tokenizer
+
+
+def _end(checkpoint: Path | None, arguments: Any) -> tuple[Path | None, Any]:
+    """Weights and state of a run that was killed between its last step and its model; else None and None."""
+    from transformers import TrainerState
+
+    if checkpoint is None or not has_ended(checkpoint):
+        return None, None
+    if arguments.deepspeed_plugin is not None:
+        raise ValueError(f"{checkpoint}: the run has ended, and this is its model; DeepSpeed saves no other one")
+    state = TrainerState.load_from_json(str(checkpoint / STATE))
+    best = state.best_model_checkpoint if arguments.load_best_model_at_end else None
+    return checkpoint if best is None else checkpoint.with_name(Path(best).name), state
 
 
 def _evaluation_loss(trainer: Any) -> float | None:
