@@ -20,7 +20,9 @@ TABLES = (
     "backcopy",
     "backcopy-long",
     "sweep",
+    "emergence",
     "ladder",
+    "ladder-no-norm",
     "retrofit-backcopy",
     "retrofit-backcopy-long",
     "retrofit-text",
@@ -48,14 +50,16 @@ def test_the_whole_chain_runs_on_a_toy_corpus(tmp_path, capfd, run_command, monk
         "backcopy-long-baseline",
         "retrofit",
         "sweep-baseline",
+        "emergence-b",
         "ladder-baseline-lr0.004",
+        "ladder-no-norm-baseline-lr0.004",
         "context-b",
     ]
     chosen = ["--out", str(tmp_path / "out"), "--more-seeds", "1", "--only", *only]
     toy = ["--steps", "2", "--characters", "500000"]
     paper.main(["train", *chosen, *toy])
     names = [line.split(":")[0] for line in capfd.readouterr().out.splitlines() if line.endswith(": done")]
-    assert len(names) == 14 and {"sweep-baseline-0", "retrofit-text-headwise-0", "context-baseline-0"} < set(names)
+    assert len(names) == 16 and {"sweep-baseline-0", "retrofit-text-headwise-0", "context-baseline-0"} < set(names)
     paper.main(["train", *chosen, *toy])
     assert ": done" not in capfd.readouterr().out, "a finished run was repeated"
 
@@ -65,6 +69,7 @@ def test_the_whole_chain_runs_on_a_toy_corpus(tmp_path, capfd, run_command, monk
     assert not any("error" in run for run in found["runs"])
     runs = {run["name"]: run for run in found["runs"]}
     assert 5 < runs["sweep-baseline-0"]["evaluation_loss"] < math.log(1024) + 0.5
+    assert [found["step"] for found in runs["emergence-baseline-0"]["history"]] == [0]
     assert runs["retrofit-text-elementwise-0"]["mean_gate"]["attn_output"] == pytest.approx(0.5, abs=0.05)
     assert (
         found["settings"]["recipe"]["trainer"]["learning_rate"] == 4e-3
@@ -77,9 +82,9 @@ def test_the_whole_chain_runs_on_a_toy_corpus(tmp_path, capfd, run_command, monk
             assert run_command(*shlex.split(line)[1:])[0] == 0, line
 
     paper.main(["report", "--results", str(results), "--page", str(page), "--images", str(images)])
-    assert page.read_text().count("| baseline |") == 7 and "Not run yet" not in page.read_text()
+    assert page.read_text().count("| baseline |") == 9 and "Not run yet" not in page.read_text()
     assert {path.name for path in images.iterdir()} == {
-        f"paper-{name}.png" for name in ("backcopy", "retrofit", "ladder")
+        f"paper-{name}.png" for name in ("backcopy", "retrofit", "emergence", "ladder")
     }
 
 

@@ -1,7 +1,8 @@
 """What is trained, as a table: every run is a variant, a seed and what is changed for it.
 
 sweep      `VARIANTS` on source code, each from random weights
-ladder     three of them at learning rates up to where training breaks
+emergence  three of them at a learning rate, and without the query/key norms, at which the baseline grows a sink
+ladder     the three at learning rates up to where training breaks; `ladder-no-norm` without the query/key norms
 backcopy   the variants on the Bigram-Backcopy task, where an attention sink forms; `backcopy-long` for longer
 retrofit   a finished baseline of the sweep or of backcopy goes on without and with a gate from the identity start
 context    a finished sweep model at RoPE base 1,000,000 and four times its length
@@ -35,7 +36,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 MATCHED = "G1 elementwise, matched"
 MAIN = ("baseline", "G1 elementwise", "G1 headwise")
-LADDER = (4e-3, 1.6e-2, 6.4e-2)
+LADDER = (4e-3, 1.6e-2, 6.4e-2, 2.56e-1)
+LADDERS: dict[str, dict[str, Any]] = {"ladder": {}, "ladder-no-norm": {"model.set.use_qk_norm": False}}
+EMERGENCE: dict[str, Any] = {
+    "model.set.use_qk_norm": False,
+    "trainer.learning_rate": 1.2e-2,
+    "trainer.lr_scheduler_type": "constant_with_warmup",  # the sink fades as the rate falls
+    "trainer.warmup_steps": 100,
+    "diagnostics.every": 25,
+    "diagnostics.sequences": 16,
+}
 GATES = (None, "headwise", "elementwise")  # of a retrofit
 
 
@@ -62,7 +72,7 @@ class Run:
     @property
     def name(self) -> str:
         rate = self.changes.get("trainer.learning_rate")
-        words = [self.experiment, self.variant, *([f"lr{rate:g}"] if self.experiment == "ladder" else []), self.seed]
+        words = [self.experiment, self.variant, *([f"lr{rate:g}"] if "ladder" in self.experiment else []), self.seed]
         return "-".join(str(word).replace(",", "").replace(" ", "_") for word in words)
 
     @property
@@ -84,13 +94,16 @@ def runs(seeds: int, more_seeds: int) -> list[Run]:
     found += [_sweep(variant, 0) for variant in MAIN]
     found += [_backcopy(variant, seed) for seed in every for variant in VARIANTS if variant not in (*MAIN, MATCHED)]
     found += [_sweep(variant, seed) for seed in every for variant in VARIANTS if seed > 0 or variant not in MAIN]
-    found += [_ladder(variant, rate, 0) for rate in LADDER for variant in MAIN]
+    found += [_emergence(variant, 0) for variant in MAIN]
+    found += [_ladder(name, variant, rate, 0) for name in LADDERS for rate in LADDER for variant in MAIN]
     found += [_retrofit("text", gate, seed) for seed in every for gate in GATES]
-    found += [_context(variant, 0) for variant in MAIN[:2]]
+    found += [_context(variant, seed) for seed in every for variant in MAIN]
     found += [_backcopy(variant, seed, "backcopy-long") for seed in main for variant in MAIN]
     found += [_retrofit("backcopy-long", gate, seed) for seed in main for gate in GATES]
+    found += [_emergence(variant, seed) for seed in main[1:] for variant in MAIN]
     found += [_sweep(variant, seed) for seed in range(seeds, more_seeds) for variant in MAIN]
-    found += [_ladder(variant, rate, seed) for seed in main[1:] for rate in LADDER for variant in MAIN]
+    for seed in main[1:]:
+        found += [_ladder(name, variant, rate, seed) for name in LADDERS for rate in LADDER for variant in MAIN]
     return found
 
 
@@ -109,9 +122,13 @@ def _sweep(variant: str, seed: int) -> Run:
     return Run("sweep", variant, seed, {**_fresh(variant), "trainer.seed": seed})
 
 
-def _ladder(variant: str, rate: float, seed: int) -> Run:
-    shorter = {"trainer.learning_rate": rate, "trainer.max_steps": 120, "trainer.warmup_steps": 10}
-    return Run("ladder", variant, seed, {**_fresh(variant), "trainer.seed": seed, **shorter})
+def _emergence(variant: str, seed: int) -> Run:
+    return Run("emergence", variant, seed, {**_fresh(variant), "trainer.seed": seed, **EMERGENCE})
+
+
+def _ladder(experiment: str, variant: str, rate: float, seed: int) -> Run:
+    shorter = {"trainer.learning_rate": rate, "trainer.max_steps": 200, "trainer.warmup_steps": 20}
+    return Run(experiment, variant, seed, {**_fresh(variant), **LADDERS[experiment], "trainer.seed": seed, **shorter})
 
 
 def _retrofit(task: str, gate: str | None, seed: int) -> Run:

@@ -85,12 +85,14 @@ def evaluation_sequences(out: Path, length: int, count: int) -> list[list[int]]:
 def _probed(model: Any, sequences: list[list[int]]) -> dict[str, Any]:
     found = diagnose(model, sequences, settings=ProbeSettings(skip_queries=SKIPPED, columns="off"), batch_size=8)
     attention, gates = found["attention"], found["gates"]
+    residual = found["activations"]["residual"][1:]  # the states after each layer; the first are the embeddings
     return {
         "first_token_share": attention["mean"]["first_token_share"],
         "first_token_share_by_layer": [layer["first_token_share"] for layer in attention["layers"]],
         "first_token_share_skipped": fmean(layer["first_token_share_skipped"] for layer in attention["layers"]),
         "uniform": attention["mean"]["uniform"],
         "max_activation": found["activations"]["summary"]["residual"]["max_over_layers"],
+        "max_over_median": max(state["ratio"] or 0.0 for state in residual),
         "mean_gate": None if gates is None else {place: value["mean"] for place, value in gates["summary"].items()},
     }
 

@@ -8,6 +8,7 @@ from typing import Any
 Runs = list[dict[str, Any]]
 NOTHING = "-"
 BACKCOPY_COLUMNS = ("loss, copied", "loss, drawn", "BOS share", "highest", "BOS value norm", "max act.", "mean gate")
+TEXT_COLUMNS = ("max act.", "max act. / median", "mean gate", "spikes")
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
@@ -16,7 +17,9 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
         "backcopy": partial(_backcopy, experiment="backcopy"),
         "backcopy-long": partial(_backcopy, experiment="backcopy-long"),
         "sweep": _sweep,
-        "ladder": _ladder,
+        "emergence": _emergence,
+        "ladder": partial(_ladder, experiment="ladder"),
+        "ladder-no-norm": partial(_ladder, experiment="ladder-no-norm"),
         "retrofit-backcopy": partial(_retrofit_backcopy, experiment="retrofit-backcopy"),
         "retrofit-backcopy-long": partial(_retrofit_backcopy, experiment="retrofit-backcopy-long"),
         "retrofit-text": _retrofit_text,
@@ -81,9 +84,20 @@ def _backcopy_cells(histories: list[Runs]) -> list[str]:
 
 
 def _sweep(results: dict[str, Any]) -> list[list[str]]:
-    rows = [["variant", "seeds", "parameters", "loss", "first-token share", "max act.", "mean gate", "spikes"]]
+    rows = [["variant", "seeds", "parameters", "loss", "first-token share", *TEXT_COLUMNS]]
     for variant, runs in by_variant(chosen(results, "sweep")).items():
         rows.append([variant, str(len(runs)), f"{runs[0]['parameters']:,}", *_text_cells(runs)])
+    return rows
+
+
+def _emergence(results: dict[str, Any]) -> list[list[str]]:
+    """The worst layer's share after training, and the largest that it had at any diagnosis on the way."""
+    rows = [["variant", "seeds", "loss", "share, worst layer", "highest", *TEXT_COLUMNS]]
+    for variant, runs in by_variant(chosen(results, "emergence")).items():
+        highest = (max(found["first_token_share_worst_layer"] for found in run["history"]) for run in runs)
+        loss, _, *rest = _text_cells(runs)
+        worst = spread((max(run["first_token_share_by_layer"]) for run in runs), 3)
+        rows.append([variant, str(len(runs)), loss, worst, spread(highest, 3), *rest])
     return rows
 
 
@@ -92,13 +106,14 @@ def _text_cells(runs: Runs) -> list[str]:
         spread(run["evaluation_loss"] for run in runs),
         spread((run.get("first_token_share") for run in runs), 4),
         spread((run.get("max_activation") for run in runs), 1),
+        spread((run.get("max_over_median") for run in runs), 0),
         spread((gate(run) for run in runs), 2),
         spread((run["loss_spikes"] for run in runs), 1),
     ]
 
 
-def _ladder(results: dict[str, Any]) -> list[list[str]]:
-    runs = chosen(results, "ladder")
+def _ladder(results: dict[str, Any], experiment: str) -> list[list[str]]:
+    runs = chosen(results, experiment)
     rates = sorted({run["changes"]["trainer.learning_rate"] for run in runs})
     rows = [["variant", "seeds", *(f"loss at {rate:g}" for rate in rates), "spikes", "diverged"]]
     for variant, those in by_variant(runs).items():
@@ -124,7 +139,7 @@ def _retrofit_text(results: dict[str, Any]) -> list[list[str]]:
     runs = by_variant(chosen(results, "retrofit-text"))
     sources = {run["source"] for those in runs.values() for run in those}
     before = [run for run in chosen(results, "sweep") if run["name"] in sources]
-    rows = [["", "seeds", "loss", "first-token share", "max act.", "mean gate", "spikes"]]
+    rows = [["", "seeds", "loss", "first-token share", *TEXT_COLUMNS]]
     if before:
         rows.append(["before", str(len(before)), *_text_cells(before)])
     for variant, those in runs.items():
@@ -139,11 +154,14 @@ def _gate_in_words(variant: str) -> str:
 def _context(results: dict[str, Any]) -> list[list[str]]:
     stages = {"before": "as trained", "trained": "base 1M, trained at four times", "yarn": "then YaRN x4"}
     rows: list[list[str]] = []
-    for run in chosen(results, "context"):
-        found = run["nll_by_position"]
-        edges = list(zip(found["edges"], found["edges"][1:], strict=False))
-        rows = rows or [["variant", "model", *(f"tokens {a} to {b - 1}" for a, b in edges)]]
-        rows += [[run["variant"], words, *(f"{nll:.3f}" for nll in found[name])] for name, words in stages.items()]
+    for variant, runs in by_variant(chosen(results, "context")).items():
+        found = [run["nll_by_position"] for run in runs]
+        edges = found[0]["edges"]
+        ranges = [f"tokens {a} to {b - 1}" for a, b in zip(edges, edges[1:], strict=False)]
+        rows = rows or [["variant", "seeds", "model", *ranges]]
+        for name, words in stages.items():
+            columns = zip(*(nll[name] for nll in found), strict=True)
+            rows.append([variant, str(len(runs)), words, *map(spread, columns)])
     return rows
 
 

@@ -10,6 +10,7 @@ from experiments import RECIPE, Run
 
 LENGTHENED: dict[str, Any] = {"rope_theta": 1_000_000.0, "train_length": 1024}
 YARN_FACTOR = 4.0
+PREFIX = "diagnostics/"
 
 
 def train_on_text(run: Run, out: Path) -> dict[str, Any]:
@@ -20,7 +21,8 @@ def train_on_text(run: Run, out: Path) -> dict[str, Any]:
         out: with `corpus`, `tokenizer` and `runs`; the source of the run is among the latter.
 
     Returns:
-        What `gated-qwen train --json` prints, the losses of all steps and the commands; `error` where it ended in one.
+        What `gated-qwen train --json` prints, the losses of all steps, `history`, what the recipe's diagnostics saw on
+        the way, and the commands; `error` where it ended in one.
     """
     from gated_qwen import register_auto_classes
     from gated_qwen.training.recipe import load_recipe
@@ -37,15 +39,26 @@ def train_on_text(run: Run, out: Path) -> dict[str, Any]:
     finally:
         for path in (folder / "data", folder / "checkpoints", *folder.parent.glob(f"{run.name}.[sq]*")):
             shutil.rmtree(path, ignore_errors=True)
-    losses = [entry["loss"] for line in (folder / "log.jsonl").open() if "loss" in (entry := json.loads(line))]
+    log = [json.loads(line) for line in (folder / "log.jsonl").open(encoding="utf-8")]
     return {
         "commands": commands(run),
         "steps": found.steps,
         "tokens": found.tokens,
         "seconds": found.seconds,
         "evaluation_loss": _number(found.evaluation_loss),
-        "losses": [_number(loss) for loss in losses],
+        "losses": [_number(entry["loss"]) for entry in log if "loss" in entry],
+        **({"history": found_on_the_way} if (found_on_the_way := _diagnoses(log)) else {}),
     }
+
+
+def _diagnoses(log: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """What the diagnostics logged, each with its step."""
+    return [
+        {"step": entry["step"]}
+        | {name.removeprefix(PREFIX): value for name, value in entry.items() if name.startswith(PREFIX)}
+        for entry in log
+        if any(name.startswith(PREFIX) for name in entry)
+    ]
 
 
 def prepare_source(run: Run, out: Path) -> None:
