@@ -13,11 +13,14 @@ from text_runs import LENGTHENED, YARN_FACTOR
 from gated_qwen import register_auto_classes
 from gated_qwen.conversion.extend import extend
 from gated_qwen.diagnostics.diagnose import ProbeSettings, diagnose
+from gated_qwen.evaluation.evaluate import run_plan
 from gated_qwen.evaluation.perplexity import position_nll
+from gated_qwen.evaluation.plan import Plan
 from gated_qwen.training.loss_spikes import LossSpikes
 
 SEQUENCES, LENGTH, SKIPPED = 48, 256, 64
 WINDOWS = 6  # of the perplexity by position
+NEEDLES = 2  # samples at each of five depths
 SMOOTHED = 10  # steps
 DIVERGED = 0.5  # nats that the smoothed loss ends above its lowest value
 
@@ -111,7 +114,9 @@ def _context_stages(run: Run, out: Path) -> dict[str, Any]:
             name: torch.stack([position_nll(_load(path), ids) for ids in sequences]).mean(0)
             for name, path in stages.items()
         }
+        needles = {name: _needles(path, [LENGTHENED["train_length"], length]) for name, path in stages.items()}
     return {
+        "needles": needles,
         "edges": edges,
         "windows": len(sequences),
         **{
@@ -119,6 +124,16 @@ def _context_stages(run: Run, out: Path) -> dict[str, Any]:
             for name, values in nll.items()
         },
     }
+
+
+def _needles(folder: Path, lengths: list[int]) -> list[float]:
+    """Scores of RULER's single needle at each length, 0 to 100, in the mean over five depths."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    plan = Plan(("niah_single",), tuple(lengths), samples=NEEDLES, beyond_limit=True)
+    records = run_plan(_load(folder), tokenizer, plan).records
+    return [100 * fmean(record["score"] for record in records if record["length"] == length) for length in lengths]
 
 
 def _load(folder: Path) -> Any:

@@ -43,7 +43,7 @@ def by_variant(runs: Runs) -> dict[str, Runs]:
 
 
 def spread(values: Iterable[float | None], digits: int = 3) -> str:
-    """`mean (least to largest)`, or the value alone where there is one.
+    """`mean (least to largest)`, or the value alone where all are the same.
 
     Example:
         >>> spread([1.0, 2.0], 1), spread([1.0], 1), spread([None])
@@ -53,7 +53,7 @@ def spread(values: Iterable[float | None], digits: int = 3) -> str:
     if not known:
         return NOTHING
     mean, least, largest = (f"{value:.{digits}f}" for value in (fmean(known), min(known), max(known)))
-    return mean if len(known) == 1 else f"{mean} ({least} to {largest})"
+    return mean if least == largest else f"{mean} ({least} to {largest})"
 
 
 def gate(measured: dict[str, Any]) -> float | None:
@@ -158,10 +158,12 @@ def _context(results: dict[str, Any]) -> list[list[str]]:
         found = [run["nll_by_position"] for run in runs]
         edges = found[0]["edges"]
         ranges = [f"tokens {a} to {b - 1}" for a, b in zip(edges, edges[1:], strict=False)]
-        rows = rows or [["variant", "seeds", "model", *ranges]]
+        rows = rows or [["variant", "seeds", "model", *ranges, f"needles at {edges[2]:,} / {edges[-1]:,}"]]
         for name, words in stages.items():
             columns = zip(*(nll[name] for nll in found), strict=True)
-            rows.append([variant, str(len(runs)), words, *map(spread, columns)])
+            scores = zip(*(nll["needles"][name] for nll in found), strict=True)
+            needles = " / ".join(spread(score, 0) for score in scores)
+            rows.append([variant, str(len(runs)), words, *map(spread, columns), needles])
     return rows
 
 
