@@ -102,7 +102,7 @@ def runs(seeds: int, more_seeds: int) -> list[Run]:
     found += [_retrofit("backcopy-long", gate, seed) for seed in main for gate in GATES]
     found += [_emergence(variant, seed) for seed in main[1:] for variant in MAIN]
     found += [_sweep(variant, seed) for seed in range(seeds, more_seeds) for variant in MAIN]
-    for seed in main[1:]:
+    for seed in every[1:]:
         found += [_ladder(name, variant, rate, seed) for name in LADDERS for rate in LADDER for variant in MAIN]
     return found
 
