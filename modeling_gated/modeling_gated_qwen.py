@@ -23,7 +23,7 @@ from transformers.modeling_layers import (
     GenericForSequenceClassification,
     GenericForTokenClassification,
 )
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3Attention,
     Qwen3DecoderLayer,
@@ -284,13 +284,22 @@ class GatedQwenDecoderLayer(Qwen3DecoderLayer):
 
 
 class GatedPreTrainedMixin:
-    """Draws the initial weights of the gates, and lets a model that FSDP2 shards keep its class's name."""
+    """Draws the initial weights of the gates, and saves a model that FSDP2 shards under its own class."""
 
-    def __init_subclass__(cls, **kwargs):
-        super().__init_subclass__(**kwargs)
-        if cls.__module__.startswith("torch."):  # FSDP2's subclass; a saved model names its class, and brings its file
-            own = cls.__bases__[-1]
-            cls.__module__, cls.__name__, cls.__qualname__ = own.__module__, own.__name__, own.__qualname__
+    @functools.wraps(PreTrainedModel.save_pretrained)
+    def save_pretrained(self, *args, **kwargs):
+        found, names = type(self), ("__module__", "__name__", "__qualname__")
+        if not found.__module__.startswith("torch."):
+            return super().save_pretrained(*args, **kwargs)
+        # FSDP2's subclass: a saved model names its class, and brings the file that it is in.
+        kept = {name: getattr(found, name) for name in names}
+        try:
+            for name in names:
+                setattr(found, name, getattr(found.__bases__[-1], name))
+            return super().save_pretrained(*args, **kwargs)
+        finally:
+            for name, value in kept.items():
+                setattr(found, name, value)
 
     @torch.no_grad()
     def _init_weights(self, module):
