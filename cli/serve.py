@@ -4,6 +4,8 @@ from typing import Annotated
 
 import typer
 
+from gated_qwen.cli import console
+
 # For `app.command`: what is not ours goes on to `transformers serve` as it stands.
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -18,7 +20,9 @@ def serve(
     too, so it finds no class of ours.
     """
     import gated_qwen
+    from gated_qwen.evaluation.loading import check_folder
 
+    check_folder(path)
     try:
         import transformers
         from transformers.cli.transformers import app
@@ -35,17 +39,14 @@ def serve(
 
 def _warn_without_chat_template(path: str) -> None:
     """Says before the first question what the server would answer with an error 500 and no reason."""
-    import sys
-
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError):  # the server says what is wrong with it
         return
     if tokenizer.chat_template is None:
-        print(
+        console.note(
             f"{path}: the tokenizer has no chat template, so /v1/chat/completions will fail; set "
-            "tokenizer.chat_template and save it, or ask /v1/completions",
-            file=sys.stderr,
+            "tokenizer.chat_template and save it, or ask /v1/completions"
         )

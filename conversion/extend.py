@@ -1,7 +1,8 @@
 """Changing the context of a model folder: a new folder that shares the weights, or config files replaced in place.
 
-No weight changes, so none is read. In place every file is replaced as a whole and config.json comes last: whenever it
-is interrupted, the folder holds the old config or the new one, and the same command finishes the work.
+No weight changes, so none is read but the headers of safetensors files, which must be whole. In place every file is
+replaced as a whole and config.json comes last: whenever it is interrupted, the folder holds the old config or the new
+one, and the same command finishes the work.
 """
 
 import json
@@ -17,7 +18,7 @@ import gated_qwen
 from gated_qwen.configuration.context import change_context
 from gated_qwen.configuration.frequencies import describe_context
 from gated_qwen.configuration.rope_schema import read_length, read_rope
-from gated_qwen.conversion.checkpoint import CheckpointError, read_config
+from gated_qwen.conversion.checkpoint import INDEX_NAME, CheckpointError, open_checkpoint, read_config
 from gated_qwen.conversion.folder import atomic_folder, check_apart, check_target
 from gated_qwen.conversion.replace import back_up, replace_file
 from gated_qwen.conversion.writer import PROVENANCE_NAME
@@ -99,7 +100,7 @@ def extend(
         Extension: the states before and after.
 
     Raises:
-        CheckpointError: `source` is missing or its config.json unreadable.
+        CheckpointError: `source` is missing, its config.json unreadable, a weights file cut short, or an index wrong.
         FileExistsError: `target` is not empty, and `overwrite` is off.
         ValueError: nonsense in `changes`, neither or both of `target` and `in_place`, target and source in each other.
 
@@ -112,6 +113,8 @@ def extend(
     if (target is None) == (not in_place):
         raise ValueError(f"{source}: name one place for the result, a folder to write or --in-place")
     before_config, before = read_config(source), context_state(source)
+    if (source / INDEX_NAME).exists() or any(source.glob("*.safetensors")):
+        open_checkpoint(source)  # a folder that no tool could load is not made into another one
     config = change_context(before_config, **changes)
     tokenizer, provenance = _read_object(source / TOKENIZER_CONFIG), _read_object(source / PROVENANCE_NAME)
     rescaled = read_rope(config)["rope_type"] != before["rope_type"]

@@ -29,8 +29,7 @@ def load_model(
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r}: choose from {', '.join(DTYPES)}")
     folder = Path(path)
-    if (folder.is_absolute() or path.startswith(".") or path.count("/") != 1) and not folder.is_dir():
-        raise ValueError(f"{path}: no such folder")
+    check_folder(path)
     register_auto_classes()
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -43,6 +42,17 @@ def load_model(
         raise
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     return model.to(device).eval(), tokenizer
+
+
+def check_folder(path: str) -> None:
+    """Refuses a path that is no folder and cannot be an `owner/name` on the Hub, before the Hub is asked for it.
+
+    Raises:
+        ValueError: so it is.
+    """
+    folder = Path(path)
+    if (folder.is_absolute() or path.startswith(".") or path.count("/") != 1) and not folder.is_dir():
+        raise ValueError(f"{path}: no such folder")
 
 
 def model_settings(model: Any) -> dict[str, Any]:

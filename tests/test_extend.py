@@ -25,6 +25,7 @@ from ungated import ungated_folder
 
 from gated_qwen.configuration.frequencies import rope_frequencies
 from gated_qwen.conversion import extend as module
+from gated_qwen.conversion.checkpoint import CheckpointError
 from gated_qwen.conversion.extend import context_state, extend
 
 BASE = {"rope_type": "default", "rope_theta": 1e6}
@@ -198,6 +199,33 @@ def test_weights_are_shared_where_the_file_may_be(tmp_path):
     assert (result.linked, result.copied) == (1, 0)
     assert os.path.samefile(weights, tmp_path / "long" / "model.safetensors")
     assert not os.path.samefile(source / "tokenizer.json", tmp_path / "long" / "tokenizer.json")
+
+
+def _cut(folder):
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+
+
+def _index_that_leads_outside(folder):
+    (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
+    index = {"weight_map": {"lm_head.weight": "../outside.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _folder_for_weights(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").mkdir()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("spoil", [_cut, _index_that_leads_outside, _folder_for_weights])
+def test_a_folder_whose_weights_no_tool_could_load_is_refused(tmp_path, spoil, in_place):
+    source = ours(tmp_path / "source")
+    spoil(source)
+    config = (source / "config.json").read_bytes()
+    with pytest.raises(CheckpointError, match=r"safetensors"):
+        extend(source, None if in_place else tmp_path / "long", in_place=in_place, factor=2.0)
+    assert not (tmp_path / "long").exists() and (source / "config.json").read_bytes() == config
 
 
 def test_weights_are_copied_where_links_do_not_go(tmp_path, monkeypatch):

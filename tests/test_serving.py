@@ -81,6 +81,12 @@ def test_a_tokenizer_without_a_chat_template_is_named_before_the_server_starts(f
     assert "no chat template" in capsys.readouterr().err
 
 
+def test_a_mistyped_folder_is_refused_before_the_hub_is_asked(run_command, tmp_path):
+    pytest.importorskip("fastapi", reason="the server needs transformers[serving]")
+    code, _, err = run_command("serve", tmp_path / "nowhere")
+    assert code == 1 and err == f"gated-qwen: {tmp_path / 'nowhere'}: no such folder\n"
+
+
 @contextmanager
 def serving(code, folder, log, *options):
     """The address of a server in a process of its own; the process ends with the block."""
